@@ -1,0 +1,55 @@
+"""What a scenario is asked and what it hands back. Knows no scenario."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+
+from ktransformer2.errors import ConfigError
+
+SCENARIOS = ("attention", "decode", "memory", "fidelity")
+DTYPES = ("fp32", "bf16")
+_STARTED = time.monotonic()
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """How a scenario is run. `dtype`, `num_prompts` and `max_tokens` left at None mean what the targets were set for.
+
+    Units: `max_tokens` bounds the length of a drawn prompt. `model` is what `load_model` takes; None: the pinned model.
+    """
+
+    quick: bool = False
+    seed: int = 2024
+    dtype: str | None = None
+    num_prompts: int | None = None
+    max_tokens: int | None = None
+    model: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ConfigError(f"dtype={self.dtype!r} is not allowed; allowed: {', '.join(DTYPES)}")
+        for name in ("num_prompts", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} is not allowed; allowed: 1 or more")
+
+    @property
+    def is_full(self) -> bool:
+        """A full run measures all that the targets ask. Only full runs enter the status and the README."""
+        return not self.quick and self.num_prompts is None and self.max_tokens is None and self.model is None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Rows for people, a flat summary for the targets, and the scenario's own share of the configuration."""
+
+    rows: list[dict[str, object]]
+    summary: dict[str, float]
+    configuration: dict[str, object] = field(default_factory=dict)
+
+
+def say(message: str) -> None:
+    """One line of progress on stderr; stdout is left to the tables."""
+    print(f"[bench {time.monotonic() - _STARTED:7.1f} s] {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,89 @@
+"""What every scenario must show: one line a key, with its threshold. Knows no measurement.
+
+Invariant: a scenario's summary holds exactly keys that are listed here, so no promise is measured without a target.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+PART = 1
+REPORTED = "reported"
+_COMPARE: dict[str, Callable[[float, float], bool]] = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A key of a scenario's summary. `relation` is <=, >=, == or `reported`, which has no bound and cannot be broken."""
+
+    bench: str
+    key: str
+    relation: str
+    bound: float = 0.0
+    part: int = PART
+
+    @property
+    def name(self) -> str:
+        return f"{self.part}/{self.bench}/{self.key}"
+
+    @property
+    def text(self) -> str:
+        return REPORTED if self.relation == REPORTED else f"{self.relation} {self.bound:g}"
+
+    def holds(self, value: float) -> bool:
+        """True where the value keeps the bound; NaN keeps none."""
+        return value == value and (self.relation == REPORTED or _COMPARE[self.relation](value, self.bound))
+
+
+# 3,047,424 bytes is one chunk: min_chunk_tokens 256 = 4 extents of SmolLM2 in int8 (761,856 bytes each).
+_LINES = """
+fidelity  mismatch_fp32                      == 0
+fidelity  mismatch_bf16                      == 0
+fidelity  near_tie_share_bf16                <= 0.05
+fidelity  kl_int8                            <= 5e-4
+fidelity  top1_int8                          >= 0.99
+fidelity  ppl_ratio_int8                     <= 1.001
+attention int8_bandwidth_share               >= 0.5
+attention int8_vs_sdpa_masked_bf16           >= 4
+attention int8_vs_sdpa_fp32                  reported
+attention int8_vs_sdpa_bf16                  reported
+attention int8_vs_grouped_bmm                >= 2
+attention max_rel_error                      <= 0.015
+attention contiguous_vs_scattered            reported
+attention adjacent_share                     reported
+decode    decode_vs_hf_best_8k               >= 1.5
+decode    decode_vs_hf_stock_8k              reported
+decode    ttft_vs_hf_8k                      reported
+decode    kv_bytes_vs_fp16                   <= 0.525
+memory    waste_tokens                       <= 0.026
+memory    waste_bytes                        <= 0.06
+memory    growth_per_1k_tokens               <= 5
+memory    tokens_copied_by_growth            == 0
+memory    saved_vs_static                    >= 0.7
+memory    saved_vs_static_1m                 >= 0.4
+memory    throughput_vs_static_same_bytes    >= 2.3
+memory    arena_resident_after_bytes         <= 3047424
+memory    rss_growth_after_bytes             <= 16777216
+memory    step_p99_over_p50_vs_control       <= 1.5
+"""
+
+
+def _parse(line: str) -> Target:
+    bench, key, relation, *bound = line.split()
+    return Target(bench, key, relation, float(bound[0]) if bound else 0.0)
+
+
+TARGETS: tuple[Target, ...] = tuple(_parse(line) for line in _LINES.split("\n") if line)
+
+
+def targets_of(bench: str) -> dict[str, Target]:
+    """The keys of one scenario's summary and their targets."""
+    return {target.key: target for target in TARGETS if target.bench == bench}
+
+
+def broken(bench: str, summary: Mapping[str, float]) -> list[Target]:
+    """Targets that the summary measured and missed. Keys that were not measured in this run are not judged."""
+    known = targets_of(bench)
+    return [known[key] for key, value in summary.items() if not known[key].holds(value)]
