@@ -1,0 +1,167 @@
+"""The rival: an unmodified transformers model with its own caches. The only file of this room that imports transformers.
+
+Greedy answers with the margin of every choice, the spread of the model's own logits, and three ways to decode. Knows nothing
+of the package's cache. Invariant: end tokens are never special here, so that every answer has the length asked for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
+
+SPREAD_COPIES = 8
+SPREAD_CHUNK = 64
+
+
+@dataclass(frozen=True)
+class GreedyRun:
+    """A greedy answer. `margins[i]` is the reference's own distance between the two best logits at token i."""
+
+    token_ids: tuple[int, ...]
+    margins: tuple[float, ...]
+
+
+def _cache_keyword(model: PreTrainedModel) -> str:
+    """transformers renamed `past_key_values` to `cache` in 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+@contextmanager
+def _greedy_config(model: PreTrainedModel, num_new: int, **more: Any) -> Iterator[None]:
+    """`generate` fills what a config leaves at None from the model's own, so the model's own is exchanged."""
+    before = model.generation_config
+    model.generation_config = GenerationConfig(
+        do_sample=False, max_new_tokens=num_new, eos_token_id=None, pad_token_id=0, **more
+    )
+    try:
+        yield
+    finally:
+        model.generation_config = before
+
+
+class Reference:
+    """Answers of `model.generate` with DynamicCache, and what is needed to judge a difference from them."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self._cache = _cache_keyword(model)
+
+    def greedy(self, prompt: Sequence[int], num_new: int) -> GreedyRun:
+        """What stock `generate` answers to one prompt alone."""
+        ids = torch.tensor([list(prompt)])
+        more = {"output_logits": True, "return_dict_in_generate": True}
+        with torch.inference_mode(), _greedy_config(self.model, num_new, **more):
+            found = self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), **{self._cache: DynamicCache(config=self.model.config)}
+            )
+        best = [logits[0].float().topk(2).values for logits in found.logits]
+        return GreedyRun(tuple(found.sequences[0, len(prompt) :].tolist()), tuple(float(b[0] - b[1]) for b in best))
+
+    def next_logits(self, ids: Sequence[int], copies: int = 1, chunk: int | None = None) -> torch.Tensor:
+        """Logits [vocab] in fp32 after the last of `ids`, computed `copies` at once or in chunks of `chunk` tokens."""
+        rows = torch.tensor([list(ids)]).repeat(copies, 1)  # [copies, T]
+        cache = DynamicCache(config=self.model.config)
+        logits = torch.empty(0)
+        with torch.inference_mode():
+            for part in rows.split(chunk or rows.shape[1], dim=1):
+                logits = self.model(input_ids=part, logits_to_keep=1, **{self._cache: cache}).logits
+        return logits[0, -1].float()
+
+    def margin(self, ids: Sequence[int]) -> float:
+        """Distance between the two best logits after `ids`."""
+        best = self.next_logits(ids).topk(2).values
+        return float(best[0] - best[1])
+
+    def spread(self, ids: Sequence[int]) -> float:
+        """How far the reference is from itself after `ids`: the largest change of any of its ten best logits between
+        batch 1, batch 8 and chunked."""
+        alone = self.next_logits(ids)
+        best = alone.topk(10).indices
+        others = (self.next_logits(ids, copies=SPREAD_COPIES), self.next_logits(ids, chunk=SPREAD_CHUNK))
+        values = torch.stack([alone[best], *(other[best] for other in others)])  # [3, 10]
+        return float((values.max(dim=0).values - values.min(dim=0).values).max())
+
+
+class _TokenTimes:
+    """A streamer for `generate` that only notes when tokens came."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.at.append(time.perf_counter())
+
+    def end(self) -> None:
+        """`generate` calls this once; there is nothing to flush."""
+
+
+class HFDecoder:
+    """One way to decode with transformers. `prefill` first, then any number of `decode`; both return seconds.
+
+    `way`: `static` (StaticCache), `masked` (DynamicCache and an explicit mask, which keeps SDPA off its slow grouped
+    path), or `stock` (what `generate` does by itself).
+    """
+
+    def __init__(self, model: PreTrainedModel, way: str, max_cache_tokens: int) -> None:
+        assert way in ("static", "masked", "stock"), way
+        self.model, self.way = model, way
+        config = model.config
+        self._cache: Any = (
+            StaticCache(config=config, max_cache_len=max_cache_tokens)
+            if way == "static"
+            else DynamicCache(config=config)
+        )
+        self._keyword = _cache_keyword(model)
+        self.token_ids: list[int] = []
+
+    def prefill(self, prompt: Sequence[int]) -> float:
+        """Seconds until the first token of the answer is chosen."""
+        assert not self.token_ids, "prefill comes once"
+        begin = time.perf_counter()
+        with torch.inference_mode():
+            ids = torch.tensor([list(prompt)])
+            logits = self.model(input_ids=ids, logits_to_keep=1, **{self._keyword: self._cache}).logits
+            first = int(logits[0, -1].argmax())
+        self.token_ids = [*prompt, first]
+        return time.perf_counter() - begin
+
+    def decode(self, num_tokens: int) -> list[float]:
+        """Seconds of each of `num_tokens` further tokens."""
+        with torch.inference_mode():
+            return self._stock(num_tokens) if self.way == "stock" else self._loop(num_tokens)
+
+    def _loop(self, num_tokens: int) -> list[float]:
+        seconds = []
+        for _ in range(num_tokens):
+            begin = time.perf_counter()
+            at = len(self.token_ids)
+            dtype = self.model.dtype
+            mask = {"attention_mask": torch.zeros(1, 1, 1, at, dtype=dtype)} if self.way == "masked" else {}
+            logits = self.model(
+                input_ids=torch.tensor([self.token_ids[-1:]]),
+                position_ids=torch.tensor([[at - 1]]),
+                **mask,
+                **{self._keyword: self._cache},
+            ).logits
+            self.token_ids.append(int(logits[0, -1].argmax()))
+            seconds.append(time.perf_counter() - begin)
+        return seconds
+
+    def _stock(self, num_tokens: int) -> list[float]:
+        """`generate` goes on from its cache; the times between its tokens, so that its own start is not counted."""
+        times = _TokenTimes()
+        ids = torch.tensor([self.token_ids])
+        with _greedy_config(self.model, num_tokens + 1):
+            found = self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), streamer=times, **{self._keyword: self._cache}
+            )
+        self.token_ids = found[0].tolist()
+        stamps = times.at[1:]  # the first `put` is the prompt
+        return [after - before for before, after in zip(stamps, stamps[1:], strict=False)]
