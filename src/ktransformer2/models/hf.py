@@ -1,0 +1,111 @@
+"""Any causal model of transformers, untouched, stepped on one flat batch. Knows no request and no block's life.
+
+A step is one row of tokens from many sequences. Everything in a decoder but attention works token by token, so the row
+needs no padding and no mask; attention goes to the kernels, which know where each sequence begins.
+
+Invariants: the model is never trained and never copied; K and V leave it only through the KVBatch of the running step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ktransformer2.errors import UnsupportedModelError
+from ktransformer2.kernels.attention import paged_attention, seal, store_kv
+from ktransformer2.kernels.batch import AttentionParams, KVBatch
+from ktransformer2.layout import ModelGeometry
+from ktransformer2.models.batch import FlatBatch
+from ktransformer2.models.fingerprint import fingerprint, hash_tensors
+from ktransformer2.models.probe import can_choose_logits, observe, refuse_unservable
+from ktransformer2.models.registry import ATTENTION_NAME, LayerCall, receiving, register
+
+
+class _Step:
+    """A receiver that stores keys and values into the step's pages and attends over them."""
+
+    def __init__(self, geometry: ModelGeometry, kv: tuple[KVBatch, ...]) -> None:
+        self._geometry = geometry
+        self._kv = kv
+
+    def attend(self, call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        group, column = self._geometry.layer_place[call.layer]
+        batch = self._kv[group]
+        store_kv(k, v, batch, column)
+        seal(k, v, batch, column)
+        params = AttentionParams(
+            scale=call.scale,
+            window=self._geometry.groups[group].window,
+            softcap=call.softcap,
+            sinks=call.sinks,
+            rope=self._geometry.rope[group],
+        )
+        return paged_attention(q, k, v, batch, column, params)
+
+    def mask(self, request: Mapping[str, Any]) -> None:
+        """Masks were compared with the windows when the model was taken in."""
+
+
+class HFModel:
+    """A CausalModel around a transformers model.
+
+    Side effect: the model's attention is the registered one from now on; see `original_attention`.
+    Raises UnsupportedModelError, naming the reason, for what cannot be served exactly.
+    `weights_hash` names the content of the weights; None: the tensors are hashed.
+    """
+
+    def __init__(self, model: PreTrainedModel, weights_hash: bytes | None = None) -> None:
+        refuse_unservable(model.config)
+        if model.dtype == torch.float16 and model.device.type == "cpu":
+            raise UnsupportedModelError(
+                "float16 arithmetic is hundreds of times slower than float32 on a CPU; load with bfloat16 or float32"
+            )
+        self.model = model.eval()
+        self._own_attention: str = model.config._attn_implementation
+        _use_registered_attention(model)
+        self.geometry: ModelGeometry = observe(model)
+        # GPT-OSS and others keep some weights in fp32: the config's dtype and the tensors' hash cover that.
+        weights = hash_tensors(model) if weights_hash is None else weights_hash
+        self.fingerprint: bytes = fingerprint(model.config, self.geometry, model.dtype, weights)
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.weight_bytes: int = sum(p.numel() * p.element_size() for p in (*model.parameters(), *model.buffers()))
+        self._keeps_logits = can_choose_logits(model)
+
+    def forward(self, batch: FlatBatch) -> torch.Tensor:
+        """Logits fp32 [N, vocab_size] of `batch.logit_rows`. Side effect: K and V are stored in every layer."""
+        assert len(batch.kv) == len(self.geometry.groups), f"{len(batch.kv)} batches, {len(self.geometry.groups)} groups"
+        rows = batch.logit_rows
+        wanted = {"logits_to_keep": rows} if self._keeps_logits else {}
+        with torch.inference_mode(), receiving(_Step(self.geometry, batch.kv)):
+            logits: torch.Tensor = self.model(
+                input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False, **wanted
+            ).logits[0]  # [N, vocab], or [T, vocab] from a model that cannot choose
+        return (logits if self._keeps_logits else logits[rows]).float()
+
+    @contextmanager
+    def original_attention(self) -> Iterator[PreTrainedModel]:
+        """The bare model with the attention it came with, for `generate()`; no step may run meanwhile."""
+        self.model.set_attn_implementation(self._own_attention)
+        try:
+            yield self.model
+        finally:
+            _use_registered_attention(self.model)
+
+
+def _use_registered_attention(model: PreTrainedModel) -> None:
+    register()
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # transformers only warns where it should refuse; the check below refuses
+    try:
+        model.set_attn_implementation(ATTENTION_NAME)
+    finally:
+        logging.set_verbosity(verbosity)
+    if model.config._attn_implementation != ATTENTION_NAME:
+        raise UnsupportedModelError(
+            f"{model.config.model_type} does not take its attention from the transformers registry"
+        )

@@ -1,0 +1,148 @@
+"""Where transformers hands over queries, keys and values: one attention and one mask function under one name.
+
+transformers keeps process-wide registries, so these functions are global; what they do with a call is decided by the
+`Receiver` that surrounds the model's forward pass (a context variable, because keyword arguments get lost in some models).
+transformers makes no masks for an attention name it has no mask function for; ours is registered so that every mask a
+model would have used is seen, and answers None: windows and causality are the kernel's work.
+
+Knows no page and no geometry. Invariant: a keyword that is not understood raises, it is never dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ktransformer2.errors import UnsupportedModelError
+
+ATTENTION_NAME = "ktransformer2"
+
+# Keywords that say nothing about attention itself: models pass on whatever they were given.
+_IGNORED = frozenset(
+    {
+        "cache_position",
+        "logits_to_keep",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+# Keywords that must be switched off: None, False or 0.
+_MUST_BE_OFF = frozenset({"dropout", "output_attentions"})
+_UNDERSTOOD = frozenset({"scaling", "sliding_window", "softcap", "s_aux", "is_causal", "attention_mask"})
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One layer's call. `window` is meaningful only where `window_given`: some models leave the window to their mask."""
+
+    layer: int
+    scale: float
+    window: int | None
+    window_given: bool
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
+class Receiver(Protocol):
+    """Takes what a model hands over during one forward pass."""
+
+    def attend(self, call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q [T, H, Dk], k [T, G, Dk], v [T, G, Dv] -> [T, H, Dv]. Views: only the last dimension is contiguous."""
+        ...
+
+    def mask(self, request: Mapping[str, Any]) -> None:
+        """Sees the keywords of one mask that the model asks for."""
+        ...
+
+
+_receiver: ContextVar[Receiver | None] = ContextVar("ktransformer2_receiver", default=None)
+
+
+@contextmanager
+def receiving(receiver: Receiver) -> Iterator[None]:
+    """Every attention call of this thread goes to `receiver` until the end of the block."""
+    token = _receiver.set(receiver)
+    try:
+        yield
+    finally:
+        _receiver.reset(token)
+
+
+def _current() -> Receiver:
+    receiver = _receiver.get()
+    if receiver is None:
+        raise UnsupportedModelError(
+            f"attention {ATTENTION_NAME!r} works only inside HFModel.forward; "
+            "wrap a call of the model itself, such as generate(), in `with hf_model.original_attention():`"
+        )
+    return receiver
+
+
+def _refuse_unknown(name: str, keywords: Mapping[str, Any]) -> None:
+    for key, value in keywords.items():
+        if value is None or key in _IGNORED:
+            continue
+        if key in _MUST_BE_OFF:
+            if value:
+                raise UnsupportedModelError(f"{name} asks for {key}={value!r}, which is not served")
+        elif key not in _UNDERSTOOD:
+            raise UnsupportedModelError(f"{name} passes the attention argument {key!r}, which is not understood")
+    if keywords.get("is_causal") is False:
+        raise UnsupportedModelError(f"{name} attends in both directions; only causal models can be cached")
+    if keywords.get("attention_mask") is not None:
+        raise UnsupportedModelError(f"{name} builds an attention mask of its own, which is not served")
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **keywords: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function that transformers calls: [1, H, T, Dk], [1, G, T, Dk], [1, G, T, Dv] -> [1, T, H, Dv].
+
+    Raises UnsupportedModelError for a keyword it does not understand and for a module that is not a causal layer.
+    """
+    name = type(module).__name__
+    _refuse_unknown(name, {"attention_mask": attention_mask, **keywords})
+    if not getattr(module, "is_causal", True):
+        raise UnsupportedModelError(f"{name} attends in both directions; only causal models can be cached")
+    layer = getattr(module, "layer_idx", None)
+    if layer is None:
+        raise UnsupportedModelError(f"{name} does not say which layer it is (no layer_idx)")
+    if query.shape[0] != 1:
+        raise UnsupportedModelError(f"{name} was called with a batch of {query.shape[0]} rows; one flat row is allowed")
+    scale, softcap, sinks = keywords.get("scaling"), keywords.get("softcap"), keywords.get("s_aux")
+    call = LayerCall(
+        layer=int(layer),
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        window=keywords.get("sliding_window"),
+        window_given="sliding_window" in keywords,
+        softcap=float(softcap) if softcap else None,
+        sinks=None if sinks is None else sinks.detach().float(),
+    )
+    # [1, H, T, D] -> [T, H, D]; for most models this is how the projection wrote it, so nothing is copied.
+    q, k, v = (rows[0].transpose(0, 1) for rows in (query, key, value))
+    return _current().attend(call, q, k, v).unsqueeze(0), None  # [1, T, H, Dv]
+
+
+def mask(**request: Any) -> None:
+    """The mask function that transformers calls; there is never a mask."""
+    _current().mask(request)
+
+
+def register() -> None:
+    """Makes `ATTENTION_NAME` known to transformers. Side effect: the process-wide registries; doing it twice is harmless."""
+    AttentionInterface.register(ATTENTION_NAME, attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, mask)

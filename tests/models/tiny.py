@@ -1,0 +1,72 @@
+"""Random models of many families, small enough to build in milliseconds, with weights large enough that heads differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB = 211
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+_MOE: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "sliding_window": 12, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16},
+    "gpt_oss": {"head_dim": 16, "sliding_window": 12, **_MOE},
+    "mistral": {"head_dim": 16, "sliding_window": 12},
+    "mixtral": {"sliding_window": None, **_MOE},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2},
+    "qwen3": {"head_dim": 16},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 16},
+    "phi3": {},
+    "glm": {"head_dim": 16, "partial_rotary_factor": 0.5},
+    "cohere2": {"sliding_window": 12},
+    "smollm3": {"no_rope_layers": [1, 1, 0, 1]},
+    "olmo2": {},
+    "stablelm": {},
+    "starcoder2": {"sliding_window": None},
+    "gpt_neox": {"rotary_pct": 0.25, "num_key_value_heads": None},
+    "gpt2": {"n_positions": 256, "n_embd": 64, "n_head": 4, "n_layer": 4},
+}
+
+
+def tiny(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, attention: str | None = "eager", **changes: Any) -> PreTrainedModel:
+    """A seeded random model. GPT-OSS sinks and softcaps are given values that matter."""
+    torch.manual_seed(seed)
+    settings = {**_COMMON, **FAMILIES.get(family, {}), **changes}
+    if family == "gpt2":
+        settings = {k: v for k, v in settings.items() if k in ("vocab_size", "initializer_range") or k.startswith("n_")}
+    config = AutoConfig.for_model(family, **settings)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.normal_(mean=1.0, std=1.0)
+    return model
+
+
+def one_by_one(model: PreTrainedModel, prompts: list[list[int]], num_new: int) -> list[list[int]]:
+    """What `generate` answers to each prompt alone."""
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_new, min_new_tokens=num_new
+        )
+        answers.append(out[0, len(prompt) :].tolist())
+    return answers
