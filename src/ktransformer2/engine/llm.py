@@ -1,0 +1,259 @@
+"""`LLM`: a model, its cache and an engine behind one name, for people and scripts. Synchronous; one thread owns it.
+
+    from ktransformer2 import LLM
+    for chunk in LLM("some/model").stream("Once upon a time"):
+        print(chunk.text, end="", flush=True)
+
+Knows no step and no block. Invariant: a stream that is closed early, or an error on the way, leaves no request behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ktransformer2.cache.kv_cache import KVCache
+from ktransformer2.config import CacheConfig, EngineConfig, parse_bytes
+from ktransformer2.engine.detokenizer import Tokenizer, Vocabulary
+from ktransformer2.engine.engine import Engine
+from ktransformer2.engine.memory_budget import Memory, auto_memory_bytes, most_useful_bytes, workspace_bytes
+from ktransformer2.engine.outputs import EngineStats, RequestOutput, StreamChunk
+from ktransformer2.engine.sampling import SamplingParams
+from ktransformer2.errors import ConfigError, EmptyPromptError, RequestError
+from ktransformer2.models.loading import LoadedModel, load_model
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A language model that answers prompts, and remembers what it has read."""
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel,
+        *,
+        kv: str = "auto",
+        memory: str | int = "auto",
+        dtype: str = "auto",
+        block_tokens: int = 64,
+        **config: Any,
+    ) -> None:
+        """Load `model` (a folder, a file, a hub id, or a model that is loaded already) and make its cache.
+
+        `kv`: form of full blocks, auto, full or int8.
+        `memory`: the cache's hard limit, such as "4GB", or bytes; auto: 0.8 x what weights and workspace leave.
+        `dtype`: what the model computes in, such as "float32".
+        `config`: any other field of CacheConfig and EngineConfig.
+        Raises: ConfigError, ModelError, OutOfMemoryError.
+        """
+        cache_config, self.engine_config = _configs(kv=kv, memory=memory, block_tokens=block_tokens, **config)
+        before = Memory.measure()
+        if isinstance(model, LoadedModel):
+            loaded = model  # its weights are in memory already, and are taken off again below
+            before = dataclasses.replace(before, available_bytes=before.available_bytes + loaded.model.weight_bytes)
+        else:
+            loaded = load_model(model, dtype=dtype)
+        if memory == "auto":
+            cache_config = dataclasses.replace(
+                cache_config, memory_bytes=_auto_bytes(before, loaded, self.engine_config)
+            )
+        self.source = loaded.source
+        self.tokenizer: Tokenizer = loaded.tokenizer
+        self.cache = KVCache(loaded.model.geometry, cache_config, loaded.model.fingerprint)
+        vocabulary = Vocabulary(self.tokenizer, _end_tokens(loaded))
+        self.engine = Engine(loaded.model, self.cache, vocabulary, self.engine_config)
+        self._news: dict[str, deque[StreamChunk]] = {}  # chunks of requests that somebody reads
+        self._closed = False
+
+    # --- answers
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Answer one prompt or several (text or token ids), batched; outputs in the order of the prompts.
+
+        `params`: one for all, or one for each. A request that fails while it runs has `output.error`; the others go on.
+        Raises: what `Engine.add` raises for any of the prompts, before the first one is started.
+        """
+        prompt_ids = [self._encode(prompt) for prompt in _as_prompts(prompts)]
+        each = _params_for_each(params, len(prompt_ids))
+        for ids, own in zip(prompt_ids, each, strict=True):
+            self.engine.check(ids, own)
+        return self._run(deque(zip(prompt_ids, each, strict=True)))
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+        """Answer one prompt piece by piece: progress while the prompt is read, then text. The last chunk has `output`.
+
+        Closing the iterator cancels the request. Several streams may be read in turns.
+        Raises: what `Engine.add` raises, at once; while it runs, the error that ended the request.
+        """
+        prompt_ids = self._encode(prompt)
+        self.engine.check(prompt_ids, params)
+        return self._stream(prompt_ids, params)
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> RequestOutput:
+        """Answer a conversation of {"role": ..., "content": ...} messages in the model's own chat format.
+
+        Raises: RequestError when the model has no chat template or it does not take the messages; else as `generate`.
+        """
+        return self.generate([self._apply_template(messages)], params)[0]
+
+    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+        """`chat`, piece by piece, as `stream` does it."""
+        return self.stream(self._apply_template(messages), params)
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    # --- the end
+
+    def close(self) -> None:
+        """Cancel what runs and give all memory back. A second call does nothing."""
+        if self._closed:
+            return
+        self.engine.close()
+        self.cache.close()
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- inside
+
+    def _run(self, waiting: deque[tuple[list[int], SamplingParams | None]]) -> list[RequestOutput]:
+        """All of `waiting`, added as the queue has places."""
+        outputs: dict[str, RequestOutput | None] = {}  # in the order of the prompts
+        try:
+            while waiting or None in outputs.values():
+                while waiting and self.engine.has_queue_room:
+                    outputs[self.engine.add(*waiting.popleft())] = None
+                for chunk in self._step():
+                    if chunk.output is not None and chunk.request_id in outputs:
+                        outputs[chunk.request_id] = chunk.output
+        except BaseException:
+            for request_id in outputs:
+                self.engine.cancel(request_id)
+            raise
+        return [output for output in outputs.values() if output is not None]
+
+    def _stream(self, prompt_ids: list[int], params: SamplingParams | None) -> Iterator[StreamChunk]:
+        request_id = self.engine.add(prompt_ids, params)
+        news = self._news[request_id] = deque()
+        try:
+            while True:
+                while not news:
+                    self._step()
+                chunk = news.popleft()
+                if chunk.output is not None and chunk.output.error is not None:
+                    raise chunk.output.error
+                yield chunk
+                if chunk.output is not None:
+                    return
+        finally:
+            self._forget(request_id)
+
+    def _step(self) -> list[StreamChunk]:
+        """One step of the engine; its news also go to streams that wait in the middle."""
+        chunks = self.engine.step()
+        for chunk in chunks:
+            if chunk.request_id in self._news:
+                self._news[chunk.request_id].append(chunk)
+        return chunks
+
+    def _forget(self, request_id: str) -> None:
+        """Nobody reads this request any more: if it still runs, it is cancelled."""
+        del self._news[request_id]
+        if not self._closed:
+            self.engine.cancel(request_id)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if not prompt:
+            raise EmptyPromptError("the prompt is empty; it must hold at least one character")
+        return self.tokenizer.encode(prompt)
+
+    def _apply_template(self, messages: Sequence[Message]) -> list[int]:
+        if not messages:
+            raise EmptyPromptError("the conversation is empty; it must hold at least one message")
+        if not self.tokenizer.chat_template:
+            raise RequestError(
+                f"the tokenizer of {self.source} has no chat template; use generate() or stream() with a plain prompt, "
+                "or a model that is made for chat"
+            )
+        try:
+            token_ids = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=True, add_generation_prompt=True, return_dict=False
+            )
+        except Exception as error:  # a template is a program of the model's author; what it raises is not known here
+            raise RequestError(
+                f"the chat template of {self.source} does not take these messages ({error}); each needs a role that "
+                "the model knows, such as user, and a content"
+            ) from error
+        return list(token_ids)
+
+
+def _configs(memory: str | int, **values: Any) -> tuple[CacheConfig, EngineConfig]:
+    """Every setting to the config that has it. Raises ConfigError for one that neither has."""
+    engine_names, cache_names = ({field.name for field in dataclasses.fields(c)} for c in (EngineConfig, CacheConfig))
+    for name in values:
+        if name not in engine_names | cache_names:
+            near = difflib.get_close_matches(name, sorted(engine_names | cache_names), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "see CacheConfig and EngineConfig for what there is"
+            raise ConfigError(f"unknown setting {name!r}; {hint}")
+    engine_values = {name: values.pop(name) for name in list(values) if name in engine_names}
+    if memory != "auto":
+        values["memory_bytes"] = parse_bytes(memory)
+    return CacheConfig.load(values), EngineConfig.load(engine_values)
+
+
+def _auto_bytes(before: Memory, loaded: LoadedModel, config: EngineConfig) -> int:
+    model = loaded.model
+    workspace = workspace_bytes(model.vocab_size, config)
+    return auto_memory_bytes(before, model.weight_bytes, workspace, most_useful_bytes(model.geometry, config))
+
+
+def _end_tokens(loaded: LoadedModel) -> frozenset[int]:
+    """The tokens that end an answer: the tokenizer's, and those the model's generation config adds."""
+    generation = getattr(getattr(loaded.model, "model", None), "generation_config", None)
+    ends: set[int] = set()
+    for source in (loaded.tokenizer, generation):
+        named = getattr(source, "eos_token_id", None)
+        ends.update([named] if isinstance(named, int) else named or [])
+    return frozenset(ends)
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [[item for item in prompts if isinstance(item, int)]]
+    mixed = [item for item in prompts if isinstance(item, int)]
+    if mixed:
+        raise RequestError(
+            f"prompts mix token ids and prompts ({mixed[0]!r}); give one list of ids, or a list of prompts"
+        )
+    return [item for item in prompts if not isinstance(item, int)]
+
+
+def _params_for_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if len(params) != num_prompts:
+        raise RequestError(
+            f"{len(params)} sampling parameters for {num_prompts} prompts; give one for all, or one for each"
+        )
+    return list(params)
