@@ -1,1 +1,1 @@
-"""Arithmetic on pages: storing new rows, sealing full blocks, attention through a page table. `attention` is the door."""
+"""Arithmetic on pages: storing rows, sealing full blocks, attention through a page table. `attention` is the door."""

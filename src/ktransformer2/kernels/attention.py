@@ -57,8 +57,8 @@ def use_backend(name: str) -> Iterator[None]:
 def store_kv(k: torch.Tensor, v: torch.Tensor, batch: KVBatch, column: int) -> None:
     """Writes the step's rows k [T, G, Dk] and v [T, G, Dv] where layer `column` keeps them as computed.
 
-    Side effects: a row goes to its block's open page, else to the block's page-table page if that is in full forms, else
-    nowhere (the block becomes full in this step, and `seal` takes the row from k and v).
+    Side effects: a row goes to its block's open page, else to the block's page-table page if both its forms are full,
+    else nowhere (the block becomes full in this step, and `seal` takes the row from k and v).
     """
     _check_rows(k, v, batch, column)
     _backend().store_kv(k, v, batch, column)
@@ -67,7 +67,7 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, batch: KVBatch, column: int) -> N
 def seal(k: torch.Tensor, v: torch.Tensor, batch: KVBatch, column: int) -> None:
     """Writes the sealed form of every block that becomes full in this step into its page of layer `column`.
 
-    Side effects: the pages of `batch.seals`; rows come from k and v or from the block's open page. Call after `store_kv`.
+    Side effects: writes the pages of `batch.seals`; rows come from k and v or from the open page. Call after `store_kv`.
     """
     _check_rows(k, v, batch, column)
     _backend().seal(k, v, batch, column)
@@ -76,7 +76,7 @@ def seal(k: torch.Tensor, v: torch.Tensor, batch: KVBatch, column: int) -> None:
 def paged_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: KVBatch, column: int, params: AttentionParams
 ) -> torch.Tensor:
-    """Attention of q [T, H, Dk] over what each query may see in layer `column`: [T, H, Dv] in q's dtype, summed in fp32.
+    """Attention of q [T, H, Dk] over what each query sees in layer `column`: [T, H, Dv] in q's dtype, summed in fp32.
 
     A query reads its own block-table entry as computed and earlier entries in their sealed form. Call after `seal`.
     """
