@@ -1,0 +1,10 @@
+// The kernels with AVX2, FMA and F16C. Compiled with those flags; run only where the processor has them.
+#include "attend.h"
+#include "ops_avx2.h"
+#include "seal.h"
+
+namespace kt {
+
+const Kernels kAvx2 = {"avx2", attend<Avx2>, merge<Avx2>, seal<Avx2>};
+
+}  // namespace kt

@@ -1,0 +1,15 @@
+// The kernels in plain C++: what every machine can run.
+#include "attend.h"
+#include "ops_portable.h"
+#include "seal.h"
+
+namespace kt {
+
+const Kernels kPortable = {"portable", attend<Portable>, merge<Portable>, seal<Portable>};
+
+int64_t scratch_bytes(int rows, const Heads& heads) {
+    Scratch scratch;
+    return carve(nullptr, rows, heads, scratch);
+}
+
+}  // namespace kt

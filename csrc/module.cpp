@@ -1,0 +1,148 @@
+// The Python module `ktransformer2._native`: addresses and sizes in, nothing out. `kernels/cpu.py` checks them.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+#include <tuple>
+#include <vector>
+
+#include "bandwidth.h"
+#include "dispatch.h"
+
+namespace nb = nanobind;
+
+namespace kt {
+namespace {
+
+// (address, token stride, head stride), strides in elements.
+using RowsTuple = std::tuple<intptr_t, int64_t, int64_t>;
+
+Rows rows_of(const RowsTuple& rows) {
+    return {reinterpret_cast<uint8_t*>(std::get<0>(rows)), std::get<1>(rows), std::get<2>(rows)};
+}
+
+template <class T>
+const T* pointer(intptr_t address) {
+    return reinterpret_cast<const T*>(address);
+}
+
+Batch make_batch(const std::vector<intptr_t>& addresses, const std::vector<int64_t>& counts,
+                 const std::vector<int>& heads) {
+    if (addresses.size() != 8 || counts.size() != 6 || heads.size() != 4) {
+        throw std::invalid_argument("a batch takes 8 addresses, 6 counts and 4 head sizes");
+    }
+    Batch batch{};
+    batch.page_table = pointer<int64_t>(addresses[0]);
+    batch.open_table = pointer<int64_t>(addresses[1]);
+    batch.slots = pointer<int64_t>(addresses[2]);
+    batch.query_starts = pointer<int32_t>(addresses[3]);
+    batch.context_lens = pointer<int32_t>(addresses[4]);
+    batch.entry_starts = pointer<int32_t>(addresses[5]);
+    batch.entries = pointer<Entry>(addresses[6]);
+    batch.seals = pointer<Seal>(addresses[7]);
+    batch.num_blocks = counts[0];
+    batch.num_columns = counts[1];
+    batch.num_tokens = counts[2];
+    batch.num_sequences = counts[3];
+    batch.num_entries = counts[4];
+    batch.num_seals = counts[5];
+    batch.heads = {heads[0], heads[1], heads[2], heads[3]};
+    return batch;
+}
+
+NewRows new_rows(const Batch& batch, int column, const RowsTuple& k, const RowsTuple& v, int form, int num_threads) {
+    return {&batch, column, rows_of(k), rows_of(v), static_cast<Form>(form), num_threads};
+}
+
+// Angles of the distinct non-zero shifts of a batch. Empty where nothing was shifted or the layers are not rotated.
+struct Turns {
+    std::vector<int32_t> shifts;
+    std::vector<float> cosines, sines;
+    int half = 0;
+    bool interleaved = false;
+
+    Turns(const Batch& batch, nb::handle rope) {
+        for (int64_t e = 0; e < batch.num_entries; ++e) {
+            const int32_t shift = batch.entries[e].shift;
+            if (shift != 0 && (shifts.empty() || shifts.back() != shift)) shifts.push_back(shift);
+        }
+        if (shifts.empty() || rope.is_none()) return;
+        std::sort(shifts.begin(), shifts.end());
+        shifts.erase(std::unique(shifts.begin(), shifts.end()), shifts.end());
+        const auto frequencies = nb::cast<std::vector<double>>(rope.attr("inv_freq"));
+        interleaved = nb::cast<bool>(rope.attr("interleaved"));
+        half = static_cast<int>(frequencies.size());
+        if (2 * half > batch.heads.k_size) throw std::invalid_argument("rope turns more channels than a key has");
+        for (const int32_t shift : shifts) {
+            for (const double frequency : frequencies) {
+                cosines.push_back(static_cast<float>(std::cos(shift * frequency)));
+                sines.push_back(static_cast<float>(std::sin(shift * frequency)));
+            }
+        }
+    }
+
+    Rope view() const {
+        return {cosines.data(), sines.data(), shifts.data(), static_cast<int>(shifts.size()), half, interleaved};
+    }
+};
+
+void attend_call(const std::string& isa, const Batch& batch, int column, const std::tuple<RowsTuple, RowsTuple>& kv,
+                 const std::tuple<RowsTuple, RowsTuple>& q_out, const std::tuple<int, int, int>& form_heads_threads,
+                 const std::tuple<float, int, float, intptr_t>& params, nb::handle rope) {
+    const auto [form, num_heads, num_threads] = form_heads_threads;
+    const Turns turns(batch, rope);
+    AttentionCall call{};
+    call.fresh = new_rows(batch, column, std::get<0>(kv), std::get<1>(kv), form, num_threads);
+    call.q = rows_of(std::get<0>(q_out));
+    call.out = rows_of(std::get<1>(q_out));
+    call.num_heads = num_heads;
+    call.scale = std::get<0>(params);
+    call.window = std::get<1>(params);
+    call.softcap = std::get<2>(params);
+    call.sinks = pointer<float>(std::get<3>(params));
+    call.rope = turns.view();
+    const Kernels& kernels = kernels_named(isa);
+    nb::gil_scoped_release release;
+    paged_attention(kernels, call);
+}
+
+}  // namespace
+}  // namespace kt
+
+NB_MODULE(_native, m) {
+    using namespace kt;
+    m.attr("version") = 1;  // of the arithmetic: raised when results change
+
+    nb::class_<Batch>(m, "Batch").def("__init__", [](Batch* self, const std::vector<intptr_t>& addresses,
+                                                    const std::vector<int64_t>& counts, const std::vector<int>& heads) {
+        new (self) Batch(make_batch(addresses, counts, heads));
+    });
+    m.def("isa_names", [] {
+        std::vector<std::string> names;
+        for (const Kernels* kernels : runnable_kernels()) names.emplace_back(kernels->name);
+        return names;
+    });
+    m.def("store_kv", [](const Batch& batch, int column, const RowsTuple& k, const RowsTuple& v, int form,
+                         int num_threads) {
+        const NewRows rows = new_rows(batch, column, k, v, form, num_threads);
+        nb::gil_scoped_release release;
+        store_kv(rows);
+    });
+    m.def("seal", [](const std::string& isa, const Batch& batch, int column, const RowsTuple& k, const RowsTuple& v,
+                     int form, int num_threads) {
+        const NewRows rows = new_rows(batch, column, k, v, form, num_threads);
+        const Kernels& kernels = kernels_named(isa);
+        nb::gil_scoped_release release;
+        seal_blocks(kernels, rows);
+    });
+    m.def("paged_attention", &attend_call, nb::arg("isa"), nb::arg("batch"), nb::arg("column"), nb::arg("kv"),
+          nb::arg("q_out"), nb::arg("form_heads_threads"), nb::arg("params"), nb::arg("rope").none());
+    m.def("read_bandwidth", [](int64_t bytes, int num_threads, int rounds) {
+        nb::gil_scoped_release release;
+        return read_bandwidth(bytes, num_threads, rounds);
+    });
+}

@@ -1,0 +1,120 @@
+"""The binding of the C++ kernels: addresses and strides out, nothing copied. Importable only where they were built.
+
+Checks what a wrong address would follow from and what `attention` does not: the batch's tensors lie on the CPU, are
+contiguous and of the dtypes of `batch.KVBatch`. A batch that contradicts itself raises ValueError.
+
+Invariants: torch is imported before the extension, so that both use the OpenMP runtime torch brought along; a call
+uses as many threads as torch does; results depend on the instruction set, never on the number of threads.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from ktransformer2 import _native
+from ktransformer2.errors import ConfigError
+from ktransformer2.kernels.batch import AttentionParams, KVBatch
+from ktransformer2.layout import Form
+
+VERSION = _native.version
+
+_FORMS = {torch.float32: int(Form.FP32), torch.bfloat16: int(Form.BF16), torch.float16: int(Form.FP16)}
+_TENSORS = {  # in the order of the C++ struct
+    "page_table": torch.int64,
+    "open_table": torch.int64,
+    "slot_mapping": torch.int64,
+    "query_starts": torch.int32,
+    "context_lens": torch.int32,
+    "entry_starts": torch.int32,
+    "entries": torch.int32,
+    "seals": torch.int32,
+}
+_targets = tuple(_native.isa_names())
+_target = _targets[0]
+_batches: dict[int, tuple[weakref.ref[KVBatch], _native.Batch]] = {}  # by id; gone with the batch
+
+
+def available_targets() -> tuple[str, ...]:
+    """The instruction sets this processor can run, best first: of `avx512`, `avx2`, `portable`."""
+    return _targets
+
+
+def selected_target() -> str:
+    """The instruction set that the next call uses."""
+    return _target
+
+
+def select_target(name: str) -> None:
+    """Side effect: process-wide. Raises ConfigError where the processor cannot run it."""
+    global _target
+    if name not in _targets:
+        raise ConfigError(f"kernels {name!r} cannot run on this processor; allowed: {', '.join(_targets)}")
+    _target = name
+
+
+def store_kv(k: torch.Tensor, v: torch.Tensor, batch: KVBatch, column: int) -> None:
+    """See `attention.store_kv`."""
+    _native.store_kv(_native_batch(batch), column, _rows(k), _rows(v), _FORMS[k.dtype], torch.get_num_threads())
+
+
+def seal(k: torch.Tensor, v: torch.Tensor, batch: KVBatch, column: int) -> None:
+    """See `attention.seal`."""
+    if batch.seals.shape[0] == 0:
+        return
+    threads = torch.get_num_threads()
+    _native.seal(_target, _native_batch(batch), column, _rows(k), _rows(v), _FORMS[k.dtype], threads)
+
+
+def paged_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: KVBatch, column: int, params: AttentionParams
+) -> torch.Tensor:
+    """See `attention.paged_attention`. A row's result depends on nothing but what it reads: not on batch or threads."""
+    out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
+    sinks = None if params.sinks is None else params.sinks.to(torch.float32).contiguous()
+    _native.paged_attention(
+        _target,
+        _native_batch(batch),
+        column,
+        (_rows(k), _rows(v)),
+        (_rows(q), _rows(out)),
+        (_FORMS[q.dtype], q.shape[1], torch.get_num_threads()),
+        (params.scale, params.window or 0, params.softcap or 0.0, 0 if sinks is None else sinks.data_ptr()),
+        params.rope,
+    )
+    return out
+
+
+def read_bandwidth(num_bytes: int, num_threads: int, rounds: int = 5) -> float:
+    """Bytes per second at which the kernels' threads can read memory: the median of `rounds` passes."""
+    return _native.read_bandwidth(num_bytes, num_threads, rounds)
+
+
+def _rows(x: torch.Tensor) -> tuple[int, int, int]:
+    token_stride, head_stride, _ = x.stride()
+    return x.data_ptr(), token_stride, head_stride
+
+
+def _native_batch(batch: KVBatch) -> _native.Batch:
+    """The batch's addresses, looked up once per batch: its layers share them."""
+    key = id(batch)
+    known = _batches.get(key)
+    if known is not None and known[0]() is batch:
+        return known[1]
+    tensors = [getattr(batch, name) for name in _TENSORS]
+    for (name, dtype), tensor in zip(_TENSORS.items(), tensors, strict=True):
+        assert tensor.dtype == dtype, f"{name} is {tensor.dtype}, not {dtype}"
+        assert tensor.is_contiguous() and tensor.device.type == "cpu", f"{name} is not contiguous on the CPU"
+    pages, opened, slots, starts, contexts, entry_starts, entries, seals = tensors
+    assert pages.shape == opened.shape, f"page_table {tuple(pages.shape)}, open_table {tuple(opened.shape)}"
+    sequences = contexts.shape[0]
+    assert starts.shape[0] == entry_starts.shape[0] == sequences + 1, f"{sequences} sequences, {starts.shape[0]} starts"
+    group = batch.group
+    native = _native.Batch(
+        [tensor.data_ptr() for tensor in tensors],
+        [*pages.shape, slots.shape[0], sequences, entries.shape[0], seals.shape[0]],
+        [group.num_kv_heads, group.k_head_size, group.v_head_size, batch.block_tokens],
+    )
+    _batches[key] = (weakref.ref(batch, lambda _: _batches.pop(key, None)), native)
+    return native
