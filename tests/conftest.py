@@ -18,7 +18,10 @@ _skips = pytest.StashKey[list[tuple[str, str]]]()
 
 
 def allowed_skips(text: str) -> list[tuple[str, str]]:
-    """(pattern of test ids, pattern of reasons) of each line; `#` begins a comment. Raises ValueError for a line without a reason."""
+    """(pattern of test ids, pattern of reasons) of each line; `#` begins a comment.
+
+    Raises ValueError for a line without a reason.
+    """
     rules = []
     for line in text.splitlines():
         line = line.partition("#")[0].strip()
