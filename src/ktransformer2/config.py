@@ -97,9 +97,7 @@ class CacheConfig(_Checked):
         unit="ratio",
         seed="SHRINK_THRESHOLD",
     )
-    shrink_check_tokens: int = knob(
-        100, "tokens between two shrink checks", unit="tokens", seed="each 100 tokens"
-    )
+    shrink_check_tokens: int = knob(100, "tokens between two shrink checks", unit="tokens", seed="each 100 tokens")
     min_chunk_tokens: int = knob(
         256, "smallest step of growth", unit="tokens", seed="MIN_CHUNK_SIZE", cost="larger: fewer steps, more waste"
     )
@@ -112,9 +110,7 @@ class CacheConfig(_Checked):
     maintain_bytes: int = knob(
         8 * 2**20, "bytes that maintain() may copy between two steps", unit="bytes", cost="larger: longer pauses"
     )
-    cached_share_ratio: float = knob(
-        0.5, "share of the limit that blocks without a user may keep", unit="ratio"
-    )
+    cached_share_ratio: float = knob(0.5, "share of the limit that blocks without a user may keep", unit="ratio")
     cached_idle_s: float = knob(300.0, "blocks without a user are freed after this long", unit="seconds")
     max_rollback_tokens: int = knob(
         0,

@@ -1,0 +1,223 @@
+"""The blocks of one layer group and where their pages are: ids, extents, page tables. Knows no prefix and no sequence.
+
+Two tables of shape [num_blocks, layers]: `page_table` says where the rows are that other blocks' queries read,
+`open_table` where the rows are as computed. Only this file writes them, and only for `KVCache`.
+
+Invariants: an extent belongs to one block; a freed block's rows in both tables are 0; the tables are charged to the limit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import heapq
+
+import torch
+
+from ktransformer2.cache.block import Block
+from ktransformer2.config import CacheConfig
+from ktransformer2.layout import ExtentLayout, Form, LayerGroup
+from ktransformer2.memory.arena import Arena
+from ktransformer2.memory.defrag import Move, plan_moves
+from ktransformer2.memory.growth import GrowthPolicy
+from ktransformer2.memory.slab import SlabPool
+
+_FIRST_TABLE_ROWS = 64
+
+
+class BlockStore:
+    """Makes, moves and frees blocks. No room is a return value."""
+
+    def __init__(
+        self, arena: Arena, group: LayerGroup, index: int, forms: tuple[Form, Form], config: CacheConfig
+    ) -> None:
+        """`forms` are (full, sealed): what rows are computed in, and what a full block is held in."""
+        full, sealed = forms
+        self.group, self.index, self._arena = group, index, arena
+        self.open_layout = ExtentLayout.uniform(group, config.block_tokens, full)
+        self.sealed_layout = ExtentLayout.uniform(group, config.block_tokens, sealed)
+        self.seals_in_place = full == sealed
+        self.open_pool = self._pool(self.open_layout, config)
+        self.sealed_pool = self.open_pool if self.seals_in_place else self._pool(self.sealed_layout, config)
+        self.blocks: list[Block | None] = []
+        self._free_ids: list[int] = []
+        self._owners: dict[int, Block] = {}
+        layers = len(group.layers)
+        self.page_table = torch.zeros(0, layers, dtype=torch.int64)
+        self.open_table = torch.zeros(0, layers, dtype=torch.int64)
+
+    def _pool(self, layout: ExtentLayout, config: CacheConfig) -> SlabPool:
+        return SlabPool(self._arena, layout.extent_bytes, config.block_tokens, GrowthPolicy(config))
+
+    @property
+    def pools(self) -> tuple[SlabPool, ...]:
+        return (self.open_pool,) if self.seals_in_place else (self.open_pool, self.sealed_pool)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks) - len(self._free_ids)
+
+    def block(self, block_id: int) -> Block:
+        block = self.blocks[block_id]
+        assert block is not None, f"block {self.index}:{block_id} is free"
+        return block
+
+    def live_blocks(self) -> list[Block]:
+        return [block for block in self.blocks if block is not None]
+
+    # --- blocks
+
+    def new_block(self, *, keep_open: bool, near: Block | None) -> Block | None:
+        """A filling block (`keep_open`) or one that is sealed straight from the step's rows. None: no room."""
+        if not self._free_ids and not self._grow_tables():
+            return None
+        pool = self.open_pool if keep_open or self.seals_in_place else self.sealed_pool
+        address = pool.allocate(self._near(pool, near))
+        if address is None:
+            return None
+        block = Block(heapq.heappop(self._free_ids), self.index)
+        self.blocks[block.block_id] = block
+        self._owners[address] = block
+        if pool is self.open_pool:
+            self._set_open(block, address)
+        if pool is self.sealed_pool:
+            self._set_extent(block, address)
+        return block
+
+    def add_sealed(self, block: Block, near: Block | None) -> bool:
+        """Give a filling block the extent that it will be sealed into. False: no room."""
+        assert block.extent == 0, f"{block} has a sealed extent"
+        address = self.sealed_pool.allocate(self._near(self.sealed_pool, near))
+        if address is None:
+            return False
+        self._owners[address] = block
+        self._set_extent(block, address)
+        return True
+
+    def reopen(self, block: Block) -> None:
+        """The block is filling again, from its rows as computed."""
+        assert block.open_extent, f"{block} has no rows as computed"
+        if block.extent not in (0, block.open_extent):
+            self._give_back(self.sealed_pool, block.extent)
+        self._set_extent(block, block.open_extent if self.seals_in_place else 0)
+
+    def drop_open(self, block: Block) -> None:
+        """Rows as computed are no longer needed: the block is sealed and no rollback reaches it."""
+        if block.open_extent and block.extent and block.open_extent != block.extent:
+            self._give_back(self.open_pool, block.open_extent)
+            self._set_open(block, 0)
+
+    def close(self, block: Block) -> None:
+        """A filling block takes no more rows; it is read in full form from now on."""
+        if block.extent == 0:
+            self._set_extent(block, block.open_extent)
+
+    def free(self, block: Block) -> None:
+        assert block.references == 0 and not block.indexed, f"{block} is in use"
+        if block.extent and block.extent != block.open_extent:
+            self._give_back(self.sealed_pool, block.extent)
+        if block.open_extent:
+            self._give_back(self.open_pool, block.open_extent)
+        self._set_open(block, 0)
+        self._set_extent(block, 0)
+        self.blocks[block.block_id] = None
+        heapq.heappush(self._free_ids, block.block_id)
+
+    def copy_open(self, source: Block, target: Block) -> None:
+        """The rows as computed of `source` become those of `target`."""
+        assert source.open_extent and target.open_extent, f"{source} or {target} has no rows as computed"
+        ctypes.memmove(target.open_extent, source.open_extent, self.open_layout.extent_bytes)
+
+    def block_bytes(self, block: Block) -> int:
+        sealed = self.sealed_layout.extent_bytes if block.extent not in (0, block.open_extent) else 0
+        return sealed + (self.open_layout.extent_bytes if block.open_extent else 0)
+
+    # --- moving
+
+    def defragment(self, budget_bytes: int) -> int:
+        """Move extents so that runs empty and order returns; bytes moved. Handles do not change, only table rows."""
+        moved = 0
+        for pool in self.pools:
+            if moved < budget_bytes:
+                moved += sum(self._move(pool, move) for move in plan_moves(pool, budget_bytes - moved))
+        return moved
+
+    def _move(self, pool: SlabPool, move: Move) -> int:
+        block = self._owners[move.source]
+        ctypes.memmove(move.destination, move.source, move.num_bytes)
+        was_open, was_extent = block.open_extent == move.source, block.extent == move.source
+        self._owners[move.destination] = block
+        if was_open:
+            self._set_open(block, move.destination)
+        if was_extent:
+            self._set_extent(block, move.destination)
+        self._give_back(pool, move.source)
+        return move.num_bytes
+
+    # --- tables
+
+    def _grow_tables(self) -> bool:
+        rows, layers = self.page_table.shape
+        more = max(_FIRST_TABLE_ROWS, rows)
+        if not self._arena.charge(2 * more * layers * 8):
+            return False
+        extra = torch.zeros(more, layers, dtype=torch.int64)
+        self.page_table = torch.cat([self.page_table, extra])
+        self.open_table = torch.cat([self.open_table, extra])
+        self.blocks += [None] * more
+        self._free_ids = list(range(rows, rows + more))
+        return True
+
+    def _set_extent(self, block: Block, address: int) -> None:
+        """Rows of the page table: sealed forms, or full ones where the sealed rows are the open rows."""
+        layout = self.open_layout if address and address == block.open_extent else self.sealed_layout
+        block.extent = address
+        self.page_table[block.block_id] = torch.tensor(layout.entries(address)) if address else 0
+
+    def _set_open(self, block: Block, address: int) -> None:
+        block.open_extent = address
+        self.open_table[block.block_id] = torch.tensor(self.open_layout.entries(address)) if address else 0
+
+    def _near(self, pool: SlabPool, block: Block | None) -> int:
+        """The address in `pool` that the sequence's last block has, so that the next one lies behind it."""
+        if block is None:
+            return 0
+        if pool is self.open_pool:
+            return block.open_extent
+        return block.extent if block.extent != block.open_extent else 0
+
+    def _give_back(self, pool: SlabPool, address: int) -> None:
+        del self._owners[address]
+        pool.free(address)
+
+    # --- figures and checks
+
+    def table_bytes(self) -> int:
+        """Bytes of both page tables as they are."""
+        return 2 * self.page_table.numel() * 8
+
+    def table_bytes_for(self, num_blocks: int) -> int:
+        """Bytes of both page tables once they hold `num_blocks`: they double from their first size."""
+        rows = _FIRST_TABLE_ROWS
+        while rows < num_blocks:
+            rows *= 2
+        return 2 * rows * len(self.group.layers) * 8
+
+    def check_integrity(self) -> None:
+        owners: dict[int, Block] = {}
+        for block in self.live_blocks():
+            for address in {block.extent, block.open_extent} - {0}:
+                assert address not in owners, f"extent {address:#x} belongs to {owners[address]} and {block}"
+                owners[address] = block
+            layout = self.open_layout if block.extent == block.open_extent else self.sealed_layout
+            expected = layout.entries(block.extent) if block.extent else [0] * len(self.group.layers)
+            assert self.page_table[block.block_id].tolist() == expected, f"page table of {block}"
+            expected = (
+                self.open_layout.entries(block.open_extent) if block.open_extent else [0] * len(self.group.layers)
+            )
+            assert self.open_table[block.block_id].tolist() == expected, f"open table of {block}"
+        assert owners == self._owners, f"{len(owners)} extents in blocks, {len(self._owners)} in the register"
+        assert sum(pool.num_used for pool in self.pools) == len(owners), "extents in pools and in blocks differ"
+        for block_id in self._free_ids:
+            assert self.blocks[block_id] is None and not self.page_table[block_id].any(), f"free id {block_id} in use"
+        for pool in self.pools:
+            pool.check_integrity()

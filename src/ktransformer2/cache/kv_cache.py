@@ -1,0 +1,441 @@
+"""The cache: the only face the engine sees. Token ids and block tables in, a batch for the kernels out.
+
+Knows no request, no model and no batching. One thread at a time owns it.
+
+A step is `allocate` (room), `prepare` (tables for the kernels), the model, `publish` (the rows are there; full blocks can
+be found). Running short is a return value: `allocate` says False and nothing has changed.
+
+Invariants: reference counts equal the table entries that name a block; a published block never changes; the limit
+`CacheConfig.memory_bytes` covers extents, page tables and copies in flight, and is never passed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ktransformer2.cache.block import BLOCK, RELEASED, ROWS, SHIFT, BlockTable, next_key, root_key, token_bytes
+from ktransformer2.cache.block_store import BlockStore
+from ktransformer2.cache.residency import Residency
+from ktransformer2.cache.stats import CacheStats, take_stats
+from ktransformer2.cache.step import build_batch
+from ktransformer2.cache.table_edits import TableEdits
+from ktransformer2.config import CacheConfig
+from ktransformer2.errors import ConfigError, EngineClosedError, OwnershipError
+from ktransformer2.kernels.batch import KVBatch
+from ktransformer2.layout import Form, ModelGeometry
+from ktransformer2.memory.arena import Arena
+from ktransformer2.memory.slab import SlabPool
+
+# Part of every hash chain: a change in how a key or value is computed or sealed must not meet older blocks.
+NUMERICS_VERSION = "1"
+
+
+@dataclass(frozen=True)
+class PrefixMatch:
+    """What the cache holds of a prompt: whole blocks by key, then `partial_tokens` rows of one more block."""
+
+    num_tokens: int
+    prompt_tokens: int
+    keys: tuple[bytes, ...] = ()
+    partial_tokens: int = 0
+    tokens: array[int] = field(default_factory=lambda: array("i"), repr=False)
+
+
+class KVCache:
+    """A paged, growing, prefix-sharing cache of keys and values in host memory."""
+
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        config: CacheConfig,
+        fingerprint: bytes = b"",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.geometry, self.config = geometry, config
+        sealed = geometry.full_form if config.kv == "full" else Form.INT8
+        self._chain_start = (fingerprint, f"{NUMERICS_VERSION}/{geometry.full_form.name}/{sealed.name}")
+        self._token_exact = sealed == geometry.full_form
+        self._clock = clock
+        self._arena = Arena(config.memory_bytes)
+        forms = (geometry.full_form, sealed)
+        stores = [BlockStore(self._arena, group, i, forms, config) for i, group in enumerate(geometry.groups)]
+        self._residency = Residency(stores, clock)
+        self._edits = TableEdits(self._residency, config.block_tokens, config.max_rollback_tokens)
+        self._tables: set[BlockTable] = set()  # those that may hold blocks; recounted by check_integrity
+        self._owner: tuple[int, int] | None = None
+        self._closed = False
+
+    # --- finding
+
+    def match(self, token_ids: Sequence[int], salt: bytes = b"") -> PrefixMatch:
+        """The longest reusable prefix of `token_ids`, at most all but the last token. Side effects: none."""
+        self._check_owner()
+        data, key = token_bytes(token_ids[:-1]), self._root(salt)
+        keys, step = [], 4 * self.config.block_tokens
+        for at in range(0, len(data) - step + 1, step):
+            key = next_key(key, data[at : at + step])
+            if all(index.get(key) is None for index in self._residency.indexes):
+                break  # the chain is not hashed past its first miss
+            keys.append(key)
+        keys = keys[: self._longest_complete(keys)]
+        rest = data[len(keys) * step :]
+        partial = self._partial_rows(keys[-1] if keys else self._root(salt), rest)
+        num_tokens = len(keys) * self.config.block_tokens + partial
+        return PrefixMatch(num_tokens, len(token_ids), tuple(keys), partial, array("i", data[: 4 * num_tokens]))
+
+    def _longest_complete(self, keys: Sequence[bytes]) -> int:
+        """The most leading blocks for which every group still holds what a query behind them can see."""
+        runs = []  # per group and length: how many blocks in a row, ending there, are held
+        for index in self._residency.indexes:
+            held = [0]
+            for key in keys:
+                held.append(held[-1] + 1 if index.get(key) is not None else 0)
+            runs.append(held)
+        for length in range(len(keys), 0, -1):
+            if all(held[length] >= length - self._first_visible(g, length) for g, held in enumerate(runs)):
+                return length
+        return 0
+
+    def _first_visible(self, group: int, num_blocks: int) -> int:
+        """The first block that a query behind `num_blocks` full blocks can see."""
+        window = self.geometry.groups[group].window
+        if window is None:
+            return 0
+        return max(0, num_blocks * self.config.block_tokens - window + 1) // self.config.block_tokens
+
+    def _partial_rows(self, parent: bytes, rest: bytes) -> int:
+        """At model precision a match is token-exact: rows of one more block, which adoption copies."""
+        if not self._token_exact or not rest:
+            return 0
+        return min(index.longest_child(parent, rest)[1] for index in self._residency.indexes)
+
+    def _root(self, salt: bytes) -> bytes:
+        fingerprint, plan = self._chain_start
+        return root_key(fingerprint, salt, plan, self.config.block_tokens)
+
+    # --- a step
+
+    def new_table(self, salt: bytes = b"", publish: bool = True) -> BlockTable:
+        """An empty table. `publish=False` (embeddings, soft prompts): its blocks are never found by others."""
+        self._check_owner()
+        return BlockTable(len(self._residency.stores), self._root(salt), publish)
+
+    def allocate(self, table: BlockTable, num_tokens: int, match: PrefixMatch | None = None) -> bool:
+        """Room for `num_tokens` rows behind those the table has. False: no room, and nothing has changed.
+
+        With `match` an empty table adopts the matched prefix first; `table.num_tokens` says how much of it was still there.
+        """
+        self._check_owner()
+        assert table.pending == 0, f"{table.pending} rows are allocated already"
+        self._tables.add(table)
+        if match is not None:
+            assert table.num_tokens == 0, f"a table with {table.num_tokens} tokens cannot adopt a prefix"
+            self._adopt(table, match)
+        if not self._edits.extend(table, num_tokens):
+            if match is not None:
+                self._reset(table)
+            return False
+        table.pending = num_tokens
+        if match is not None:
+            self._residency.counters.hit_tokens += table.num_tokens
+            self._residency.counters.lookup_tokens += match.prompt_tokens
+        return True
+
+    def _adopt(self, table: BlockTable, match: PrefixMatch) -> None:
+        length, size = self._longest_complete(match.keys), self.config.block_tokens
+        for g, group_table in enumerate(table.groups):
+            index, first = self._residency.indexes[g], self._first_visible(g, length)
+            for i, key in enumerate(match.keys[:length]):
+                block = index.get(key) if i >= first else None
+                if block is not None:
+                    self._residency.refer(block)
+                group_table.append(RELEASED if block is None else block.block_id, size)
+        table.keys = list(match.keys[:length])
+        table.num_tokens = length * size
+        if match.partial_tokens and length == len(match.keys) and self._adopt_partial(table, match):
+            table.num_tokens = match.num_tokens
+        table.tokens.extend(match.tokens[: table.num_tokens])
+        table.cached_tokens = table.num_tokens
+
+    def _adopt_partial(self, table: BlockTable, match: PrefixMatch) -> bool:
+        """Copy the matched rows of one more block. False: no room for the copy, so they are computed instead."""
+        rest, rows = match.tokens[-match.partial_tokens :].tobytes(), match.partial_tokens
+        for index, store, group_table in zip(
+            self._residency.indexes, self._residency.stores, table.groups, strict=True
+        ):
+            source, shared = index.longest_child(table.tail_key(), rest)
+            if source is None or shared < rows or not self._edits.append_copy(group_table, store, source, rows):
+                self._edits.trim(table, table.num_tokens)
+                return False
+        return True
+
+    def prepare(self, step: Sequence[tuple[BlockTable, int]]) -> tuple[KVBatch, ...]:
+        """The kernels' view of one step, one batch per layer group. `step` names tables and their allocated new rows."""
+        self._check_owner()
+        for table, num_new in step:
+            assert table.pending == num_new, f"{num_new} new tokens, {table.pending} rows allocated"
+        return tuple(build_batch(store, step, self.config.block_tokens) for store in self._residency.stores)
+
+    def publish(self, table: BlockTable, token_ids: Sequence[int]) -> None:
+        """The pending rows are computed and hold `token_ids`. Side effects: full blocks are findable and immutable."""
+        self._check_owner()
+        num_new = len(token_ids)
+        assert num_new == table.pending, f"{num_new} tokens for {table.pending} rows"
+        table.tokens.extend(token_ids)
+        table.num_tokens += num_new
+        table.pending = 0
+        for group_table in table.groups:
+            group_table.sealing.clear()
+        if table.publishes:
+            self._index_full_blocks(table)
+        self._edits.drop_open_rows(table, num_new)
+        self._edits.release_passed(table)
+        self._residency.counters.computed_tokens += num_new
+        self._residency.counters.tokens_since_shrink_check += num_new
+
+    def _index_full_blocks(self, table: BlockTable) -> None:
+        size = self.config.block_tokens
+        while (len(table.keys) + 1) * size <= table.num_tokens:
+            i, parent = len(table.keys), table.tail_key()
+            tokens = table.tokens[i * size : (i + 1) * size].tobytes()
+            for index, store, group_table in zip(
+                self._residency.indexes, self._residency.stores, table.groups, strict=True
+            ):
+                block_id = int(group_table.entries[i, BLOCK])
+                if block_id != RELEASED and not store.block(block_id).indexed:
+                    index.add(store.block(block_id), parent, tokens, full=True)
+            table.keys.append(next_key(parent, tokens))
+
+    def abandon(self, table: BlockTable) -> None:
+        """The step failed or was cancelled: its pending rows are forgotten."""
+        self._check_owner()
+        table.pending = 0
+        self._edits.trim(table, table.num_tokens)
+
+    def release(self, table: BlockTable) -> None:
+        """The sequence is done: its blocks go tail first and stay findable. The table is empty afterwards."""
+        self._check_owner()
+        if table.pending:
+            self.abandon(table)
+        self._index_tail(table)
+        self._reset(table)
+
+    def _index_tail(self, table: BlockTable) -> None:
+        """At model precision the rows of the last, partly filled block are findable too."""
+        rows = table.num_tokens - len(table.keys) * self.config.block_tokens
+        if not self._token_exact or not table.publishes or rows == 0:
+            return
+        tokens = table.tokens[-rows:].tobytes()
+        for index, store, group_table in zip(
+            self._residency.indexes, self._residency.stores, table.groups, strict=True
+        ):
+            block = store.block(int(group_table.entries[-1, BLOCK]))
+            if block.references == 1:
+                index.add(block, table.tail_key(), tokens, full=False)
+
+    def _reset(self, table: BlockTable) -> None:
+        self._edits.release(table)
+        self._tables.discard(table)
+        table.num_tokens = table.cached_tokens = table.position_offset = table.pending = 0
+        del table.tokens[:]
+        table.keys.clear()
+
+    # --- editing a table
+
+    def fork(self, table: BlockTable) -> BlockTable:
+        """A second table over the same blocks; whoever appends first copies the filling block."""
+        self._check_owner()
+        assert table.pending == 0, f"{table.pending} rows are pending"
+        other = table.copy()
+        self._tables.add(other)
+        for group_table, store in zip(other.groups, self._residency.stores, strict=True):
+            for block_id in group_table.entries[:, BLOCK].tolist():
+                if block_id != RELEASED:
+                    self._residency.refer(store.block(block_id))
+        return other
+
+    def rollback(self, table: BlockTable, num_tokens: int) -> bool:
+        """Take the last `num_tokens` tokens back, exactly. False: no room for the copy that a shared block needs.
+
+        Raises: ConfigError when the rows as computed, or blocks a window passed, are gone (`max_rollback_tokens`).
+        """
+        self._check_owner()
+        assert 0 <= num_tokens <= table.num_tokens, f"{num_tokens} of {table.num_tokens} tokens"
+        if table.pending:
+            self.abandon(table)
+        keep = table.num_tokens - num_tokens
+        if num_tokens and not self._can_keep(table, keep):
+            raise ConfigError(
+                f"cannot take back {num_tokens} tokens: what that needs is kept for max_rollback_tokens="
+                f"{self.config.max_rollback_tokens}; set it to the longest rollback"
+            )
+        return self._edits.trim(table, keep)
+
+    def _can_keep(self, table: BlockTable, keep: int) -> bool:
+        """Whether exactly `keep` tokens can be left: rows as computed for a cut block, and every visible block."""
+        for group_table, store in zip(table.groups, self._residency.stores, strict=True):
+            entries, ends = group_table.entries, np.cumsum(group_table.entries[:, ROWS])
+            window = store.group.window
+            first = 0 if window is None else int(np.searchsorted(ends, keep - window + 1, side="right"))
+            cut = int(np.searchsorted(ends, keep, side="left"))
+            if keep and (entries[first : cut + 1, BLOCK] == RELEASED).any():
+                return False
+            if keep and ends[cut] != keep:
+                block = store.block(int(entries[cut, BLOCK]))
+                if not block.open_extent and int(entries[cut, ROWS]) == self.config.block_tokens:
+                    return False
+        return True
+
+    def shift(self, table: BlockTable, delta: int) -> None:
+        """Move everything the table holds by `delta` positions; the next token's position moves along.
+
+        Keys are not touched: the kernel turns the query back. Side effects: blocks made later are not published.
+        Raises: ConfigError for a model whose rotary embedding cannot be shifted.
+        """
+        self._start_moving(table)
+        self._edits.close_last(table)
+        for group_table in table.groups:
+            group_table.entries[:, SHIFT] += delta
+        table.position_offset += delta
+
+    def drop(self, table: BlockTable, start: int, stop: int) -> None:
+        """Tokens [start, stop) leave the context; what follows closes up by a shift. Approximate: the caller's choice.
+
+        Side effects: blocks made later are not published.
+        Raises: ConfigError for a model whose rotary embedding cannot be shifted.
+        """
+        assert 0 <= start <= stop <= table.num_tokens, f"[{start}, {stop}) of {table.num_tokens} tokens"
+        self._start_moving(table)
+        self._edits.cut(table, start, stop)
+        del table.tokens[start:stop]
+        del table.keys[start // self.config.block_tokens :]
+        table.num_tokens -= stop - start
+
+    def _start_moving(self, table: BlockTable) -> None:
+        self._check_owner()
+        assert table.pending == 0, f"{table.pending} rows are pending"
+        if self.geometry.shift_refused:
+            raise ConfigError(f"positions of this model cannot be moved: {self.geometry.shift_refused}")
+        table.publishes = False
+
+    # --- between steps
+
+    def maintain(self, finished_requests: int = 0) -> None:
+        """Spend a bounded budget: let idle and surplus blocks go, check for a shrink, defragment when due."""
+        self._check_owner()
+        counters, config = self._residency.counters, self.config
+        counters.requests_since_defrag += finished_requests
+        share = int(config.cached_share_ratio * config.memory_bytes)
+        freed = self._residency.evict_past(share, self._clock() - config.cached_idle_s)
+        if freed or finished_requests or counters.tokens_since_shrink_check >= config.shrink_check_tokens:
+            counters.tokens_since_shrink_check = 0
+            for pool in self._pools():
+                pool.shrink()
+        due = counters.requests_since_defrag >= config.defrag_interval_requests
+        if due or any(pool.fragmentation_ratio > config.max_fragmentation_ratio for pool in self._pools()):
+            self._defragment(config.maintain_bytes)
+
+    def defragment(self) -> int:
+        """Compact everything now, whatever it takes; bytes moved."""
+        self._check_owner()
+        return self._defragment(2 * self.config.memory_bytes)
+
+    def _defragment(self, budget_bytes: int) -> int:
+        counters = self._residency.counters
+        moved = 0
+        for store in self._residency.stores:
+            moved += store.defragment(budget_bytes - moved)
+        counters.moved_bytes += moved
+        counters.defrag_runs += 1
+        if moved == 0:
+            counters.requests_since_defrag = 0
+        return moved
+
+    def clear(self) -> int:
+        """Free every block that nobody uses and give the memory back to the system; bytes given back."""
+        self._check_owner()
+        before = self._arena.stats.committed_bytes
+        self._residency.evict_all()
+        for pool in self._pools():
+            pool.trim()
+        return before - self._arena.stats.committed_bytes
+
+    # --- figures
+
+    def stats(self) -> CacheStats:
+        """One frozen snapshot of every figure."""
+        residency = self._residency
+        return take_stats(self._arena, residency.stores, residency.counters, residency.cached_bytes)
+
+    def resident_bytes(self) -> int:
+        """What the system counts as resident of the cache's address range."""
+        return self._arena.resident_bytes()
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """The bytes one sequence of `num_tokens` needs, its filling block and page tables included."""
+        size, total = self.config.block_tokens, 0
+        for store in self._residency.stores:
+            window = store.group.window
+            # A step's chunk is held whole before the window passes it; one block of slack covers the window's edge.
+            held = num_tokens if window is None else min(num_tokens, window + 2 * size)
+            total += held // size * store.sealed_layout.extent_bytes + store.open_layout.extent_bytes
+            total += store.table_bytes_for(-(-num_tokens // size) + 1)
+        return total
+
+    def capacity_tokens(self) -> int:
+        """The most tokens that one sequence can hold under the limit."""
+        low, high = 0, 1 << 40
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.bytes_for(middle) <= self.config.memory_bytes else (low, middle - 1)
+        return low
+
+    def check_integrity(self) -> None:
+        """Recount everything; an assertion names what differs. For tests and simulations: O(blocks)."""
+        self._residency.check_integrity()
+        self._arena.check_integrity()
+        named: Counter[tuple[int, int]] = Counter()
+        for table in self._tables:
+            for g, group_table in enumerate(table.groups):
+                assert group_table.num_rows == table.num_tokens + table.pending, (
+                    f"group {g}: {group_table.num_rows} rows, {table.num_tokens} tokens, {table.pending} pending"
+                )
+                named.update(
+                    (g, block_id) for block_id in group_table.entries[:, BLOCK].tolist() if block_id != RELEASED
+                )
+        for g, store in enumerate(self._residency.stores):
+            for block in store.live_blocks():
+                count = named.pop((g, block.block_id), 0)
+                assert block.references == count, f"{block} is named by {count} entries"
+        assert not named, f"entries name free blocks: {sorted(named)}"
+
+    def close(self) -> None:
+        """Give everything back. Tables made by this cache must not be used afterwards."""
+        if not self._closed:
+            self._closed = True
+            self._arena.close()
+
+    def _pools(self) -> list[SlabPool]:
+        return [pool for store in self._residency.stores for pool in store.pools]
+
+    def _check_owner(self) -> None:
+        """Raises: OwnershipError from a second thread or a forked child; EngineClosedError after close()."""
+        here = (os.getpid(), threading.get_ident())
+        if self._owner is None:
+            self._owner = here
+        if self._owner != here:
+            what = "a child process after fork" if self._owner[0] != here[0] else "a second thread"
+            raise OwnershipError(
+                f"the cache was used from {what}; it belongs to the thread that used it first. "
+                "Make one cache per process, and send requests of other threads to the owner"
+            )
+        if self._closed:
+            raise EngineClosedError("the cache was closed; make a new one")

@@ -1,0 +1,104 @@
+"""Which blocks stay: references, eviction, and room on demand. Knows no sequence and no token.
+
+A block that nobody uses stays findable until room is needed, its share of the limit is spent, or it has idled too long.
+
+Invariants: a block with references is never evicted; an unindexed block without references is freed at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from ktransformer2.cache.block import Block
+from ktransformer2.cache.block_store import BlockStore
+from ktransformer2.cache.prefix_index import PrefixIndex
+from ktransformer2.cache.replacement import LeavesFirstLRU
+from ktransformer2.cache.stats import Counters
+
+T = TypeVar("T")
+
+
+class Residency:
+    """Blocks of all layer groups under one order of eviction."""
+
+    def __init__(self, stores: Sequence[BlockStore], clock: Callable[[], float]) -> None:
+        self.stores = stores
+        self.indexes = [PrefixIndex() for _ in stores]
+        self.counters = Counters()
+        self._clock = clock
+        self._lru = LeavesFirstLRU(lambda block: self.indexes[block.group].is_leaf(block))
+        self.cached_bytes = 0
+
+    def refer(self, block: Block) -> None:
+        """One more table entry names the block."""
+        if block.references == 0 and block.indexed:
+            self.cached_bytes -= self.stores[block.group].block_bytes(block)
+        block.references += 1
+
+    def unrefer(self, block: Block) -> None:
+        """One table entry less. Side effects: the last one makes the block cached, or frees it when it cannot be found."""
+        assert block.references > 0, f"{block} has no reference to give back"
+        block.references -= 1
+        if block.references:
+            return
+        store = self.stores[block.group]
+        if not block.indexed:
+            store.free(block)
+            return
+        store.drop_open(block)
+        block.last_used = self._clock()
+        self.cached_bytes += store.block_bytes(block)
+        self._lru.offer(block)
+
+    def take(self, attempt: Callable[[], T | None]) -> T | None:
+        """`attempt()` until it gives something, evicting one block after another. None: nothing is left to evict."""
+        while (taken := attempt()) is None:
+            if not self.evict_one("room"):
+                return None
+        return taken
+
+    def evict_one(self, cause: str) -> bool:
+        """Free the least recently used leaf that nobody uses. False: there is none."""
+        block = self._lru.oldest()
+        if block is None:
+            return False
+        self._evict(block, cause)
+        return True
+
+    def evict_past(self, share_bytes: int, idle_before: float) -> int:
+        """Free cached blocks over `share_bytes`, and those last used before `idle_before`; how many."""
+        evicted = 0
+        while (block := self._lru.oldest()) is not None:
+            idle = block.last_used < idle_before
+            if not idle and self.cached_bytes <= share_bytes:
+                break
+            self._evict(block, "idle" if idle else "share")
+            evicted += 1
+        return evicted
+
+    def evict_all(self) -> None:
+        while self.evict_one("clear"):
+            pass
+
+    def _evict(self, block: Block, cause: str) -> None:
+        store, index = self.stores[block.group], self.indexes[block.group]
+        parent = index.get(block.parent)
+        self.cached_bytes -= store.block_bytes(block)
+        index.remove(block)
+        store.free(block)
+        self.counters.evictions[cause] = self.counters.evictions.get(cause, 0) + 1
+        if parent is not None:
+            self._lru.offer(parent)
+
+    def check_integrity(self) -> None:
+        cached = 0
+        for store, index in zip(self.stores, self.indexes, strict=True):
+            store.check_integrity()
+            index.check_integrity()
+            live = {id(block) for block in store.live_blocks()}
+            assert all(id(block) in live for block in index), "an indexed block is not alive"
+            for block in store.live_blocks():
+                assert block.references or block.indexed, f"{block} is neither used nor findable"
+                cached += 0 if block.references else store.block_bytes(block)
+        assert cached == self.cached_bytes, f"cached bytes {cached}, counted {self.cached_bytes}"

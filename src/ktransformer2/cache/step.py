@@ -1,0 +1,55 @@
+"""From block tables to the kernels' view of one step: pure reading, no block changes here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ktransformer2.cache.block import BLOCK, ROWS, BlockTable
+from ktransformer2.cache.block_store import BlockStore
+from ktransformer2.kernels.batch import KVBatch
+
+
+def build_batch(store: BlockStore, step: Sequence[tuple[BlockTable, int]], block_tokens: int) -> KVBatch:
+    """One layer group's `KVBatch` of a step; `step` names each table and how many of its rows are new."""
+    group = store.index
+    query_starts, entry_starts = [0], [0]
+    entries, slots, seals = [], [], []
+    for table, num_new in step:
+        group_table = table.groups[group]
+        first_row_of_chunk = query_starts[-1]
+        entries.append(group_table.entries)
+        slots += _slots(table, group, num_new, block_tokens)
+        for block_id, start in group_table.sealing:
+            straight = not store.block(block_id).open_extent
+            seals.append((block_id, first_row_of_chunk + start - table.num_tokens if straight else -1))
+        query_starts.append(first_row_of_chunk + num_new)
+        entry_starts.append(entry_starts[-1] + group_table.num_entries)
+    return KVBatch(
+        group=store.group,
+        block_tokens=block_tokens,
+        page_table=store.page_table,
+        open_table=store.open_table,
+        slot_mapping=torch.from_numpy(np.concatenate(slots)),  # [T]
+        query_starts=torch.tensor(query_starts, dtype=torch.int32),  # [S+1]
+        context_lens=torch.tensor([table.num_tokens for table, _ in step], dtype=torch.int32),  # [S]
+        entry_starts=torch.tensor(entry_starts, dtype=torch.int32),  # [S+1]
+        entries=torch.from_numpy(np.concatenate(entries)),  # [E, 4]
+        seals=torch.tensor(seals, dtype=torch.int32).reshape(-1, 2),  # [N, 2]
+    )
+
+
+def _slots(table: BlockTable, group: int, num_new: int, block_tokens: int) -> list[np.ndarray]:
+    """Slots of the table's new rows, entry by entry from the last one back to the first that holds a new row."""
+    entries = table.groups[group].entries
+    end, pieces = table.num_tokens + num_new, []
+    for block_id, rows in entries[::-1, [BLOCK, ROWS]].tolist():
+        if end <= table.num_tokens:
+            break
+        start = max(end - rows, table.num_tokens)
+        base = block_id * block_tokens - (end - rows)
+        pieces.append(np.arange(base + start, base + end, dtype=np.int64))
+        end -= rows
+    return pieces[::-1]

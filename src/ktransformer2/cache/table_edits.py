@@ -1,0 +1,231 @@
+"""Growing, cutting and copying one block table. Knows no prefix hash; every block it needs comes from `Residency`.
+
+Each edit either succeeds for every layer group or leaves the table as it was.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ktransformer2.cache.block import BLOCK, RELEASED, ROWS, Block, BlockTable, GroupTable
+from ktransformer2.cache.block_store import BlockStore
+from ktransformer2.cache.residency import Residency
+
+
+class TableEdits:
+    """Edits on block tables over the blocks of one `Residency`."""
+
+    def __init__(self, residency: Residency, block_tokens: int, max_rollback_tokens: int) -> None:
+        self._residency = residency
+        self._block_tokens = block_tokens
+        self._max_rollback_tokens = max_rollback_tokens
+
+    # --- growing
+
+    def extend(self, table: BlockTable, num_tokens: int) -> bool:
+        """Entries for `num_tokens` more rows in every group. False: no room, nothing has changed."""
+        for store, group_table in zip(self._residency.stores, table.groups, strict=True):
+            if not self._extend_group(table, group_table, store, num_tokens):
+                self.trim(table, table.num_tokens)
+                return False
+        return True
+
+    def _extend_group(self, table: BlockTable, group_table: GroupTable, store: BlockStore, num_tokens: int) -> bool:
+        at, end, size = table.num_tokens, table.num_tokens + num_tokens, self._block_tokens
+        if group_table.open_entry and num_tokens:
+            at = self._fill_open(group_table, store, at, end)
+            if at < 0:
+                return False
+        while at < end:
+            rows = min(size, end - at)
+            keep_open = rows < size or at + rows > end - self._max_rollback_tokens
+            block = self._append_block(group_table, store, rows, keep_open)
+            if block is None:
+                return False
+            if rows == size and not store.seals_in_place:
+                if block.extent == 0 and not self._take_sealed(group_table, store):
+                    return False
+                group_table.sealing.append((block.block_id, at))
+            at += rows
+        return True
+
+    def _append_block(self, group_table: GroupTable, store: BlockStore, rows: int, keep_open: bool) -> Block | None:
+        near = self._last_block(group_table, store)
+        block = self._residency.take(lambda: store.new_block(keep_open=keep_open, near=near))
+        if block is not None:
+            block.references, block.rows = 1, rows
+            group_table.append(block.block_id, rows)
+            group_table.open_entry = rows < self._block_tokens
+        return block
+
+    def append_copy(self, group_table: GroupTable, store: BlockStore, source: Block, rows: int) -> bool:
+        """A filling block of the table's own that begins with `rows` rows of `source`, which must not be evicted for it."""
+        self._residency.refer(source)
+        block = self._append_block(group_table, store, rows, keep_open=True)
+        if block is not None:
+            store.copy_open(source, block)
+            self._residency.counters.copied_tokens += rows
+        self._residency.unrefer(source)
+        return block is not None
+
+    def _fill_open(self, group_table: GroupTable, store: BlockStore, at: int, end: int) -> int:
+        """Take rows into the filling block, copied first if shared; the logical index reached, or -1 for no room."""
+        block, rows = self._last_entry(group_table, store)
+        if block.references > 1:
+            own = self._own_copy(group_table, store, rows)
+            if own is None:
+                return -1
+            block = own
+        start = at - rows
+        taken = min(self._block_tokens, end - start)
+        if taken == self._block_tokens and not store.seals_in_place:
+            if block.extent == 0 and not self._take_sealed(group_table, store):
+                return -1
+            group_table.sealing.append((block.block_id, start))
+        block.rows = taken
+        group_table.entries[-1, ROWS] = taken
+        group_table.open_entry = taken < self._block_tokens
+        return start + taken
+
+    def _own_copy(self, group_table: GroupTable, store: BlockStore, rows: int) -> Block | None:
+        """Copy on write: the last entry's block is replaced by a copy of its rows as computed. None: no room."""
+        shared, _ = self._last_entry(group_table, store)
+        own = self._residency.take(lambda: store.new_block(keep_open=True, near=shared))
+        if own is None:
+            return None
+        store.copy_open(shared, own)
+        own.references, own.rows = 1, rows
+        self._residency.counters.copied_tokens += rows
+        group_table.entries[-1, BLOCK] = own.block_id
+        self._residency.unrefer(shared)
+        return own
+
+    def _take_sealed(self, group_table: GroupTable, store: BlockStore) -> bool:
+        """The extent that the last entry's block will be sealed into, behind that of the block before it."""
+        block, _ = self._last_entry(group_table, store)
+        before = group_table.entries[:-1]
+        near = store.block(int(before[-1, BLOCK])) if len(before) and before[-1, BLOCK] != RELEASED else None
+        return self._residency.take(lambda: store.add_sealed(block, near) or None) is not None
+
+    # --- cutting
+
+    def trim(self, table: BlockTable, keep: int) -> bool:
+        """Drop every row behind `keep` tokens; a block cut in its middle is filling again. False: no room for its copy."""
+        for store, group_table in zip(self._residency.stores, table.groups, strict=True):
+            group_table.sealing.clear()
+            start = group_table.num_rows
+            while group_table.num_entries:
+                rows = int(group_table.entries[-1, ROWS])
+                start -= rows
+                if start + rows <= keep:
+                    break
+                if start < keep:
+                    if not self._shorten(group_table, store, keep - start):
+                        return False
+                    break
+                self._pop(group_table, store)
+        table.num_tokens = keep
+        del table.tokens[keep:]
+        del table.keys[keep // self._block_tokens :]
+        return True
+
+    def release(self, table: BlockTable) -> None:
+        """Every entry, tail first, so that leaves are older than their roots."""
+        for store, group_table in zip(self._residency.stores, table.groups, strict=True):
+            while group_table.num_entries:
+                self._pop(group_table, store)
+
+    def _pop(self, group_table: GroupTable, store: BlockStore) -> None:
+        block_id = group_table.pop()
+        group_table.open_entry = False
+        if block_id != RELEASED:
+            self._residency.unrefer(store.block(block_id))
+
+    def _shorten(self, group_table: GroupTable, store: BlockStore, rows: int) -> bool:
+        """Cut the last entry to `rows`. At its own positions, with its rows as computed, the block fills again."""
+        _, first_row, _, shift = group_table.entries[-1].tolist()
+        block, _ = self._last_entry(group_table, store)
+        if first_row or shift or not block.open_extent:
+            group_table.entries[-1, ROWS] = rows
+            return True
+        if block.references > 1:
+            own = self._own_copy(group_table, store, rows)
+            if own is None:
+                return False
+            block = own
+        elif block.indexed:
+            self._residency.indexes[block.group].remove(block)
+        store.reopen(block)
+        block.rows = rows
+        group_table.entries[-1, ROWS] = rows
+        group_table.open_entry = True
+        return True
+
+    def cut(self, table: BlockTable, start: int, stop: int) -> None:
+        """Rows [start, stop) leave; what follows closes up by a shift. An entry cut in its middle becomes two."""
+        self.close_last(table)
+        for store, group_table in zip(self._residency.stores, table.groups, strict=True):
+            kept: list[tuple[int, int, int, int]] = []
+            gone: list[int] = []
+            at = 0
+            for block_id, first_row, rows, shift in group_table.entries.tolist():
+                before, after = max(0, min(rows, start - at)), max(0, min(rows, at + rows - stop))
+                pieces = [(block_id, first_row, before, shift)] if before else []
+                if after:
+                    pieces.append((block_id, first_row + rows - after, after, shift - (stop - start)))
+                kept += pieces
+                at += rows
+                if block_id != RELEASED and len(pieces) == 2:
+                    self._residency.refer(store.block(block_id))
+                elif block_id != RELEASED and not pieces:
+                    gone.append(block_id)
+            group_table.replace(np.array(kept, np.int32))
+            for block_id in reversed(gone):
+                self._residency.unrefer(store.block(block_id))
+
+    def close_last(self, table: BlockTable) -> None:
+        """The filling block takes no more rows: what comes next stands at other positions."""
+        for store, group_table in zip(self._residency.stores, table.groups, strict=True):
+            if group_table.open_entry:
+                store.close(self._last_entry(group_table, store)[0])
+                group_table.open_entry = False
+
+    # --- letting go while running
+
+    def drop_open_rows(self, table: BlockTable, num_new: int) -> None:
+        """Sealed blocks out of a rollback's reach give back their rows as computed; `num_new` tokens came in this step."""
+        reach = table.num_tokens - self._max_rollback_tokens
+        for store, group_table in zip(self._residency.stores, table.groups, strict=True):
+            end = table.num_tokens
+            for block_id, _, rows, _ in group_table.entries[::-1].tolist():
+                # What ends a block before the reach of the step before was dropped then.
+                if store.seals_in_place or block_id == RELEASED or end <= reach - num_new - self._block_tokens:
+                    break
+                if end <= reach:
+                    store.drop_open(store.block(block_id))
+                end -= rows
+
+    def release_passed(self, table: BlockTable) -> None:
+        """Blocks that the window has passed for every later query leave the table, also while the sequence runs."""
+        for store, group_table in zip(self._residency.stores, table.groups, strict=True):
+            if store.group.window is None:
+                continue
+            first_visible = table.num_tokens - self._max_rollback_tokens - store.group.window + 1
+            ends = np.cumsum(group_table.entries[:, ROWS])
+            passed = int(np.searchsorted(ends, first_visible, side="right"))
+            held = group_table.entries[: min(passed, group_table.num_entries - 1), BLOCK]
+            for i in np.flatnonzero(held != RELEASED).tolist():
+                block = store.block(int(held[i]))
+                held[i] = RELEASED
+                self._residency.unrefer(block)
+
+    @staticmethod
+    def _last_entry(group_table: GroupTable, store: BlockStore) -> tuple[Block, int]:
+        """The last entry's block and rows."""
+        return store.block(int(group_table.entries[-1, BLOCK])), int(group_table.entries[-1, ROWS])
+
+    @staticmethod
+    def _last_block(group_table: GroupTable, store: BlockStore) -> Block | None:
+        if group_table.num_entries == 0 or group_table.entries[-1, BLOCK] == RELEASED:
+            return None
+        return store.block(int(group_table.entries[-1, BLOCK]))

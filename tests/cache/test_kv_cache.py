@@ -1,0 +1,376 @@
+"""KVCache by hand: exact expectations for finding, sharing, editing, evicting and refusing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+
+import pytest
+
+from ktransformer2.cache.block import BLOCK, RELEASED
+from ktransformer2.errors import ConfigError, EngineClosedError, OwnershipError
+from ktransformer2.layout import ExtentLayout, Form
+from tests.cache.factories import (
+    FULL_GROUP,
+    WINDOW_GROUP,
+    Clock,
+    append,
+    assert_rows,
+    compute,
+    geometry,
+    make_cache,
+    start,
+)
+
+BOTH = pytest.mark.parametrize("kv", ["full", "int8"])
+PROMPT = list(range(100, 150))  # 3 blocks of 16 and 2 rows
+
+
+@BOTH
+def test_a_later_request_finds_the_prefix(kv: str) -> None:
+    cache = make_cache(kv=kv)
+    first = start(cache, PROMPT)
+    assert first is not None
+    assert cache.match([*PROMPT, 7, 8]).num_tokens == 48  # the filling block belongs to a running table
+    cache.release(first)
+    # At model precision the last rows are findable too; below it a match ends on a block boundary.
+    assert cache.match([*PROMPT, 7, 8]).num_tokens == (50 if kv == "full" else 48)
+    assert cache.match(PROMPT).num_tokens == (49 if kv == "full" else 48)
+    assert cache.match(PROMPT[:20]).num_tokens == (19 if kv == "full" else 16)
+    assert cache.match([1, *PROMPT]).num_tokens == 0
+    assert cache.match([1]).num_tokens == 0
+    second = start(cache, [*PROMPT, 7, 8])
+    assert second is not None
+    assert second.cached_tokens == (50 if kv == "full" else 48)
+    assert_rows(cache, second, [*PROMPT, 7, 8])
+    cache.check_integrity()
+
+
+@BOTH
+def test_generated_tokens_are_findable(kv: str) -> None:
+    cache = make_cache(kv=kv)
+    table = start(cache, PROMPT)
+    assert table is not None
+    for token in range(30):
+        assert append(cache, table, [token])
+    cache.release(table)
+    turn_2 = [*PROMPT, *range(30), 9, 9, 9]
+    assert cache.match(turn_2).num_tokens == 80
+    assert_rows(cache, start(cache, turn_2), turn_2)  # type: ignore[arg-type]
+
+
+@BOTH
+def test_another_salt_never_hits(kv: str) -> None:
+    cache = make_cache(kv=kv)
+    table = start(cache, PROMPT, salt=b"alice")
+    assert table is not None
+    cache.release(table)
+    assert cache.match(PROMPT, b"bob").num_tokens == 0
+    assert cache.match(PROMPT).num_tokens == 0
+    assert cache.match(PROMPT, b"alice").num_tokens >= 48
+
+
+@BOTH
+@pytest.mark.parametrize("chunk", [1, 7, 16, 33, 50])
+def test_chunks_give_the_same_rows(kv: str, chunk: int) -> None:
+    cache = make_cache(FULL_GROUP, WINDOW_GROUP, kv=kv)
+    table = cache.new_table()
+    for at in range(0, 50, chunk):
+        assert append(cache, table, PROMPT[at : at + chunk])
+        cache.check_integrity()
+    assert_rows(cache, table, PROMPT)
+
+
+def test_sealing_gives_back_the_rows_as_computed() -> None:
+    cache = make_cache(kv="int8")
+    full = ExtentLayout.uniform(FULL_GROUP, 16, Form.FP32).extent_bytes
+    sealed = ExtentLayout.uniform(FULL_GROUP, 16, Form.INT8).extent_bytes
+    table = start(cache, PROMPT)
+    assert table is not None
+    assert cache.stats().used_bytes == 3 * sealed + full
+    assert append(cache, table, range(14))  # the filling block becomes full
+    assert cache.stats().used_bytes == 4 * sealed
+    assert cache.stats().num_filling_blocks == 0
+
+
+def test_a_window_lets_blocks_go_while_the_sequence_runs() -> None:
+    cache = make_cache(FULL_GROUP, WINDOW_GROUP)
+    table = cache.new_table()
+    for i in range(20):
+        assert append(cache, table, range(16 * i, 16 * i + 16))
+    released = table.groups[1].entries[:, BLOCK] == RELEASED
+    # The next query, index 320, sees 281..320: blocks 17, 18 and 19.
+    assert released.tolist() == [True] * 17 + [False] * 3
+    assert not (table.groups[0].entries[:, BLOCK] == RELEASED).any()
+    cache.check_integrity()
+    # Released blocks are cached until their room is needed, and a hit only needs what its window sees.
+    assert cache.match([*range(320), 5]).num_tokens == 320
+    cache.release(table)
+    again = start(cache, [*range(320), 5])
+    assert again is not None
+    assert again.cached_tokens == 320
+    assert_rows(cache, again, [*range(320), 5])
+
+
+def test_eviction_takes_the_oldest_leaf_first() -> None:
+    clock = Clock()
+    cache = make_cache(clock=clock)
+    for name in (1, 2):
+        clock.now = name
+        table = start(cache, [name] * 48)
+        assert table is not None
+        cache.release(table)
+    clock.now = 3.0
+    held = lambda name: cache.match([name] * 49).num_tokens  # noqa: E731
+    assert (held(1), held(2)) == (48, 48)
+    expected = [(32, 48), (16, 48), (0, 48), (0, 32), (0, 16), (0, 0)]
+    for state in expected:
+        assert cache._residency.evict_one("room")
+        assert (held(1), held(2)) == state
+    assert not cache._residency.evict_one("room")
+
+
+@BOTH
+def test_no_room_is_an_answer_and_changes_nothing(kv: str) -> None:
+    cache = make_cache(kv=kv, memory_bytes=256 * 1024, min_chunk_tokens=16)
+    capacity = cache.capacity_tokens()
+    table = start(cache, list(range(capacity)))
+    assert table is not None
+    before = (table.num_tokens, cache.stats().used_bytes)
+    assert not cache.allocate(table, 200)
+    assert (table.num_tokens, cache.stats().used_bytes) == before
+    assert table.pending == 0
+    other = cache.new_table()
+    assert not cache.allocate(other, 200, cache.match([5] * 200))
+    cache.check_integrity()
+    assert cache.stats().committed_bytes <= 256 * 1024
+    cache.release(table)
+    assert cache.allocate(other, 200)  # cached blocks make room
+    cache.check_integrity()
+
+
+@BOTH
+def test_forks_share_until_they_write(kv: str) -> None:
+    cache = make_cache(FULL_GROUP, WINDOW_GROUP, kv=kv)
+    table = start(cache, PROMPT)
+    assert table is not None
+    used = cache.stats().used_bytes
+    forks = [cache.fork(table) for _ in range(3)]
+    assert cache.stats().used_bytes == used
+    for i, fork in enumerate(forks):
+        assert append(cache, fork, [i, i + 1])
+    assert append(cache, table, [77])
+    cache.check_integrity()
+    for i, fork in enumerate(forks):
+        assert_rows(cache, fork, [*PROMPT, i, i + 1])
+    assert_rows(cache, table, [*PROMPT, 77])
+    for one in (table, *forks):
+        cache.release(one)
+    cache.check_integrity()
+    cache.clear()
+    assert cache.stats().num_blocks == 0
+
+
+@BOTH
+def test_rollback_is_exact(kv: str) -> None:
+    cache = make_cache(FULL_GROUP, WINDOW_GROUP, kv=kv, max_rollback_tokens=20)
+    table = start(cache, PROMPT)
+    assert table is not None
+    for back, new in ((3, [1, 2, 3, 4]), (20, [9] * 30), (0, [4]), (17, [5])):
+        tokens = [*table.tokens[: table.num_tokens - back], *new]
+        assert cache.rollback(table, back)
+        cache.check_integrity()
+        assert append(cache, table, new)
+        assert_rows(cache, table, tokens)
+
+
+def test_a_rollback_past_its_reach_is_refused_and_loses_nothing() -> None:
+    cache = make_cache(kv="int8")
+    table = start(cache, PROMPT)
+    assert table is not None
+    assert cache.rollback(table, 1)  # still in the filling block
+    assert cache.rollback(table, 1)  # exactly onto a block boundary
+    with pytest.raises(ConfigError, match="cannot take back 3 tokens.*max_rollback_tokens=0"):
+        cache.rollback(table, 3)
+    assert_rows(cache, table, PROMPT[:48])
+
+
+def test_rollback_in_a_shared_block_leaves_the_other_table_alone() -> None:
+    cache = make_cache()
+    table = start(cache, PROMPT)
+    assert table is not None
+    fork = cache.fork(table)
+    assert cache.rollback(fork, 10)
+    assert append(cache, fork, [1] * 12)
+    assert_rows(cache, table, PROMPT)
+    assert_rows(cache, fork, [*PROMPT[:40], *[1] * 12])
+    cache.check_integrity()
+
+
+@BOTH
+def test_defragmentation_keeps_every_row(kv: str) -> None:
+    cache = make_cache(FULL_GROUP, WINDOW_GROUP, kv=kv)
+    tables = [start(cache, [i, *range(60)]) for i in range(40)]
+    for table in tables[::2]:
+        assert table is not None
+        cache.release(table)
+    cache._residency.evict_all()
+    assert cache.defragment() > 0
+    cache.check_integrity()
+    for i, table in enumerate(tables):
+        if i % 2:
+            assert table is not None
+            assert_rows(cache, table, [i, *range(60)])
+
+
+def test_shift_closes_the_block_and_moves_the_next_position() -> None:
+    cache = make_cache()
+    table = start(cache, PROMPT)
+    assert table is not None
+    cache.shift(table, 100)
+    assert table.next_position == 150
+    assert append(cache, table, [1, 2, 3])
+    assert table.groups[0].entries[:, 1:].tolist() == [[0, 16, 100]] * 3 + [[0, 2, 100], [0, 3, 0]]
+    cache.shift(table, -100)
+    assert table.next_position == 53
+    assert table.groups[0].entries[:, 3].tolist() == [0, 0, 0, 0, -100]
+    cache.check_integrity()
+    cache.release(table)
+    # What was made at moved positions is never found by a plain request.
+    assert cache.match([*PROMPT, 1, 2, 3, 4]).num_tokens == 48
+
+
+def test_drop_closes_up_by_a_shift() -> None:
+    cache = make_cache()
+    table = start(cache, PROMPT)
+    assert table is not None
+    ids = table.groups[0].entries[:, BLOCK].tolist()
+    cache.drop(table, 20, 28)  # inside block 1
+    assert table.groups[0].entries.tolist() == [
+        [ids[0], 0, 16, 0],
+        [ids[1], 0, 4, 0],
+        [ids[1], 12, 4, -8],
+        [ids[2], 0, 16, -8],
+        [ids[3], 0, 2, -8],
+    ]
+    cache.check_integrity()
+    cache.drop(table, 10, 30)
+    assert table.groups[0].entries.tolist() == [[ids[0], 0, 10, 0], [ids[2], 6, 10, -28], [ids[3], 0, 2, -28]]
+    assert list(table.tokens) == [*PROMPT[:10], *PROMPT[38:]]
+    assert table.next_position == 22
+    cache.check_integrity()
+    assert append(cache, table, [1])
+    cache.release(table)
+    cache.check_integrity()
+
+
+def test_a_model_that_cannot_be_shifted_refuses() -> None:
+    from ktransformer2.cache.kv_cache import KVCache
+
+    plain = make_cache()
+    cache = KVCache(geometry(FULL_GROUP, shift_refused="dynamic NTK scaling"), plain.config)
+    table = start(cache, PROMPT)
+    assert table is not None
+    with pytest.raises(ConfigError, match="dynamic NTK scaling"):
+        cache.shift(table, 1)
+    assert_rows(cache, table, PROMPT)
+
+
+@BOTH
+def test_an_abandoned_step_leaves_no_trace(kv: str) -> None:
+    cache = make_cache(FULL_GROUP, WINDOW_GROUP, kv=kv)
+    table = start(cache, PROMPT)
+    assert table is not None
+    used = cache.stats().used_bytes
+    assert cache.allocate(table, 60)
+    cache.abandon(table)
+    assert cache.stats().used_bytes == used
+    cache.check_integrity()
+    assert append(cache, table, [3] * 15)
+    assert_rows(cache, table, [*PROMPT, *[3] * 15])
+
+
+def test_idle_and_surplus_blocks_leave_in_maintain() -> None:
+    clock = Clock()
+    cache = make_cache(clock=clock, cached_idle_s=300)
+    table = start(cache, PROMPT)
+    assert table is not None
+    cache.release(table)
+    clock.now = 299
+    cache.maintain(finished_requests=1)
+    assert cache.stats().num_cached_blocks == 4
+    clock.now = 301
+    cache.maintain()
+    assert cache.stats().num_cached_blocks == 0
+    assert cache.stats().evictions == {"idle": 4}
+
+    small = make_cache(memory_bytes=2**20, cached_share_ratio=0.1)
+    table = start(small, PROMPT)
+    assert table is not None
+    small.release(table)
+    small.maintain(finished_requests=1)
+    assert small.stats().cached_bytes <= 2**20 // 10
+
+
+def test_a_ragged_batch_shares_one_step() -> None:
+    cache = make_cache(FULL_GROUP, WINDOW_GROUP, kv="int8")
+    prompts = [list(range(n)) for n in (1, 16, 17, 70)]
+    tables = [cache.new_table(publish=False) for _ in prompts]
+    for table, prompt in zip(tables, prompts, strict=True):
+        assert cache.allocate(table, len(prompt))
+    (full, window) = cache.prepare([(t, len(p)) for t, p in zip(tables, prompts, strict=True)])
+    assert full.query_starts.tolist() == [0, 1, 17, 34, 104]
+    assert full.context_lens.tolist() == [0, 0, 0, 0]
+    assert [row for _, row in full.seals.tolist()] == [1, 17, 34, 50, 66, 82]
+    assert window.entry_starts.tolist() == [0, 1, 2, 4, 9]
+    compute(cache, list(zip(tables, prompts, strict=True)))
+    for table, prompt in zip(tables, prompts, strict=True):
+        assert_rows(cache, table, prompt)
+
+
+def test_a_second_thread_and_a_forked_child_are_refused() -> None:
+    cache = make_cache()
+    assert start(cache, PROMPT) is not None
+    caught: list[BaseException] = []
+
+    def use() -> None:
+        try:
+            cache.new_table()
+        except OwnershipError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert "a second thread" in str(caught[0])
+    child = multiprocessing.get_context("fork").Process(target=_expect_ownership_error, args=(cache,))
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
+    cache.check_integrity()
+
+
+def _expect_ownership_error(cache) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(OwnershipError, match="a child process after fork"):
+        cache.new_table()
+
+
+def test_a_closed_cache_says_so() -> None:
+    cache = make_cache()
+    cache.close()
+    cache.close()
+    with pytest.raises(EngineClosedError, match="closed"):
+        cache.new_table()
+
+
+def test_memory_goes_back_after_clear() -> None:
+    cache = make_cache()
+    for i in range(20):
+        table = start(cache, [i] * 200)
+        assert table is not None
+        cache.release(table)
+    assert cache.stats().committed_bytes > 10**6
+    assert cache.clear() > 10**6
+    assert cache.stats().committed_bytes == 0
+    assert cache.resident_bytes() == 0
+    cache.check_integrity()
