@@ -30,6 +30,7 @@ SMALLEST_RUN_BYTES = 2**21
 # Address space is not memory. Each pool may spread the whole limit over runs of which it keeps a little: eight pools'
 # worth of addresses, so that a pool which is entitled to bytes never lacks addresses to put them at.
 _RESERVE_PER_LIMIT = 8
+_LEAST_RUNS = 64  # a tiny limit needs addresses for several pools too
 
 
 class Reclaimable(Protocol):
@@ -102,7 +103,7 @@ class Arena:
 
     def _reserve(self, limit_bytes: int, reserve_bytes: int | None) -> Mapping:
         """The range asked for; by default the widest that is granted: a strict system counts addresses as memory."""
-        wanted = reserve_bytes or limit_bytes * _RESERVE_PER_LIMIT
+        wanted = reserve_bytes or max(limit_bytes * _RESERVE_PER_LIMIT, SMALLEST_RUN_BYTES * _LEAST_RUNS)
         size = max(SMALLEST_RUN_BYTES, 1 << (wanted - 1).bit_length())
         while True:
             try:

@@ -13,7 +13,8 @@ Growth, on an allocation or a reservation of `asked` extents with `free` committ
     min_chunk_tokens (256)        every growth is a multiple of `least`.
 Shrink, looked at once `shrink_check_tokens` (100) tokens came or went:
     shrink_threshold_ratio (0.5)  due when less than this share of the newest three chunks of committed memory is
-                                  used, that is when free > (1 - 0.5) x 3 chunks; one chunk stays free.
+                                  used, that is when free > (1 - 0.5) x 3 chunks; one chunk stays free, and at most
+                                  16 x least goes at once (the next call goes on).
 
 Why the ratios are taken over chunks, not over all that is committed: 1.2 x everything is 16.7 % free, and 0.5 of
 everything lets half of the memory lie idle. Over chunks, with U extents used, at most 1.5 chunks are free after a
@@ -38,6 +39,9 @@ from ktransformer2.layout import round_up
 # cost at the mean length of chat traffic (1,400 tokens).
 _CHUNKS_IN_USE = 128
 _SHRINK_WINDOW_CHUNKS = 3
+# 4,096 tokens by default, eight times what a step of 512 tokens takes. Giving back scattered extents costs about 50 us
+# each, plus what the system takes to free them: without a bound the end of a very long text would hold up everybody.
+_MOST_LEASTS_PER_SHRINK = 16
 
 
 class PoolUse(NamedTuple):
@@ -87,7 +91,9 @@ class GrowthPolicy:
             return 0
         chunk = self.chunk_extents(use)
         kept_without_shrink = (1 - self.config.shrink_threshold_ratio) * _SHRINK_WINDOW_CHUNKS * chunk
-        return max(0, use.free - chunk) if use.free > kept_without_shrink else 0
+        if use.free <= kept_without_shrink:
+            return 0
+        return min(max(0, use.free - chunk), _MOST_LEASTS_PER_SHRINK * self.least_extents(use))
 
     def _step(self, use: PoolUse) -> int:
         """least x growth_factor^n, at most a chunk; compared as logarithms, since the power has no bound."""

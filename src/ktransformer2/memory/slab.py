@@ -28,6 +28,7 @@ from ktransformer2.memory.growth import GrowthPolicy, PoolUse
 _LEAST_EXTENTS_PER_RUN = 8
 _MOST_EXTENTS_PER_RUN = 1024
 _RUN_SHARE_OF_POOL = 4
+_LEAST_RUNS_PER_ARENA = 32  # no run takes more of the addresses than this share
 
 
 @dataclass
@@ -60,7 +61,7 @@ class RunOccupancy(NamedTuple):
 class _Run:
     """One run: where it begins, and a bit for every slot in each state."""
 
-    __slots__ = ("base", "empty", "free", "num_slots", "num_used")
+    __slots__ = ("_longest_unused", "base", "empty", "free", "num_slots", "num_used")
 
     def __init__(self, base: int, num_slots: int) -> None:
         self.base = base
@@ -68,6 +69,14 @@ class _Run:
         self.num_used = 0
         self.free = 0
         self.empty = (1 << num_slots) - 1
+        self._longest_unused = (0, 0)  # the mask that was counted last, and its length
+
+    def longest_unused(self) -> int:
+        """Length of the longest stretch of slots that are free or empty; counted again only when the slots changed."""
+        unused = self.free | self.empty
+        if self._longest_unused[0] != unused:
+            self._longest_unused = unused, max(map(len, f"{unused:b}".split("0")))
+        return self._longest_unused[1]
 
     @property
     def used(self) -> int:
@@ -137,10 +146,9 @@ class SlabPool:
         """
         longest = total = 0
         for run in self._runs.values():
-            unused = run.free | run.empty
-            if unused and run.num_used:
+            if run.num_used:
                 total += run.num_slots - run.num_used
-                longest = max(longest, max(map(len, f"{unused:b}".split("0"))))
+                longest = max(longest, run.longest_unused())
         return 1 - longest / total if total else 0.0
 
     # Extents
@@ -205,9 +213,10 @@ class SlabPool:
     def shrink(self) -> int:
         """Give back what the growth policy finds too much, emptiest runs first. Returns bytes; mostly 0, at no cost."""
         count = self._growth.extents_to_give_back(self._use_now())
-        if self._tokens_since_check >= self._growth.config.shrink_check_tokens:
-            self._tokens_since_check = 0
         if not count:
+            # The next check waits for tokens again. A shrink leaves the count as it is: there may be more to give back.
+            if self._tokens_since_check >= self._growth.config.shrink_check_tokens:
+                self._tokens_since_check = 0
             return 0
         emptiest = sorted(self._bases_with_free, key=lambda base: (self._runs[base].num_used, -base))
         given = self._decommit(count, emptiest)
@@ -343,7 +352,8 @@ class SlabPool:
         """Take a run for `num_extents` and more, or a smaller one. False: no addresses for a single extent."""
         extents = max(num_extents, _LEAST_EXTENTS_PER_RUN)
         wanted = max(extents * self.extent_bytes, self._run_address_bytes // _RUN_SHARE_OF_POOL, SMALLEST_RUN_BYTES)
-        size = 1 << (min(wanted, _MOST_EXTENTS_PER_RUN * self.extent_bytes) - 1).bit_length()
+        most = min(_MOST_EXTENTS_PER_RUN * self.extent_bytes, self._arena.stats.reserved_bytes // _LEAST_RUNS_PER_ARENA)
+        size = 1 << (max(min(wanted, most), self.extent_bytes) - 1).bit_length()
         base = self._arena.allocate_run(size)
         while base is None and size // 2 >= self.extent_bytes:
             size //= 2
