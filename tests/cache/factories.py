@@ -1,5 +1,5 @@
-"""A cache under test, driven without a model: every token's rows are a function of the whole prefix, so that a block found
-under a wrong prefix shows itself."""
+"""A cache under test, driven without a model: every token's rows are a function of the whole prefix, so that a block
+found under a wrong prefix shows itself."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Clock:
 
 
 def make_cache(*groups: LayerGroup, clock: Any = None, **config: Any) -> KVCache:
-    settings = {"memory_bytes": 64 * 2**20, "block_tokens": 16, "kv": "full"} | config
+    settings: dict[str, Any] = {"memory_bytes": 64 * 2**20, "block_tokens": 16, "kv": "full"} | config
     return KVCache(geometry(*groups), CacheConfig(**settings), b"test model", clock or Clock())
 
 

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from ktransformer2.cache.block import BLOCK, RELEASED
+from ktransformer2.cache.kv_cache import KVCache
 from ktransformer2.errors import ConfigError, EngineClosedError, OwnershipError
 from ktransformer2.layout import ExtentLayout, Form
 from tests.cache.factories import (
@@ -56,7 +57,9 @@ def test_generated_tokens_are_findable(kv: str) -> None:
     cache.release(table)
     turn_2 = [*PROMPT, *range(30), 9, 9, 9]
     assert cache.match(turn_2).num_tokens == 80
-    assert_rows(cache, start(cache, turn_2), turn_2)  # type: ignore[arg-type]
+    again = start(cache, turn_2)
+    assert again is not None
+    assert_rows(cache, again, turn_2)
 
 
 @BOTH
@@ -121,7 +124,10 @@ def test_eviction_takes_the_oldest_leaf_first() -> None:
         assert table is not None
         cache.release(table)
     clock.now = 3.0
-    held = lambda name: cache.match([name] * 49).num_tokens  # noqa: E731
+
+    def held(name: int) -> int:
+        return cache.match([name] * 49).num_tokens
+
     assert (held(1), held(2)) == (48, 48)
     expected = [(32, 48), (16, 48), (0, 48), (0, 32), (0, 16), (0, 0)]
     for state in expected:
@@ -190,7 +196,7 @@ def test_a_rollback_past_its_reach_is_refused_and_loses_nothing() -> None:
     assert table is not None
     assert cache.rollback(table, 1)  # still in the filling block
     assert cache.rollback(table, 1)  # exactly onto a block boundary
-    with pytest.raises(ConfigError, match="cannot take back 3 tokens.*max_rollback_tokens=0"):
+    with pytest.raises(ConfigError, match=r"cannot take back 3 tokens.*max_rollback_tokens=0"):
         cache.rollback(table, 3)
     assert_rows(cache, table, PROMPT[:48])
 
@@ -265,8 +271,6 @@ def test_drop_closes_up_by_a_shift() -> None:
 
 
 def test_a_model_that_cannot_be_shifted_refuses() -> None:
-    from ktransformer2.cache.kv_cache import KVCache
-
     plain = make_cache()
     cache = KVCache(geometry(FULL_GROUP, shift_refused="dynamic NTK scaling"), plain.config)
     table = start(cache, PROMPT)
@@ -350,7 +354,7 @@ def test_a_second_thread_and_a_forked_child_are_refused() -> None:
     cache.check_integrity()
 
 
-def _expect_ownership_error(cache) -> None:  # type: ignore[no-untyped-def]
+def _expect_ownership_error(cache: KVCache) -> None:
     with pytest.raises(OwnershipError, match="a child process after fork"):
         cache.new_table()
 

@@ -162,7 +162,8 @@ def test_a_cache_that_forgets_nothing_finds_every_published_prefix() -> None:
     """Exactly what the naive search over everything ever computed finds, at both precisions."""
     rng = np.random.default_rng(5)
     for kv in ("full", "int8"):
-        cache, published = make_cache(kv=kv, memory_bytes=10**9, cached_share_ratio=1.0), []
+        published: list[list[int]] = []
+        cache = make_cache(kv=kv, memory_bytes=10**9, cached_share_ratio=1.0)
         for _ in range(120):
             text, length = TEXTS[int(rng.integers(3))], int(rng.integers(1, 150))
             tokens = text[:length] + rng.integers(0, 3, int(rng.integers(0, 20))).tolist()

@@ -29,7 +29,7 @@ class Block:
 
     `extent` holds the rows that later blocks' queries read (0: none yet), `open_extent` the rows as computed (0: gone).
     Both are the same address when the sealed form is the full form, or when the block was closed before it was full.
-    `key` is the prefix hash of a full, indexed block; `parent` the hash before it; `tokens` what it holds (4 bytes each).
+    `key` is the prefix hash of a full, indexed block; `parent` the hash before it; `tokens` its tokens, 4 bytes each.
     """
 
     __slots__ = (
@@ -69,7 +69,7 @@ def token_bytes(token_ids: Sequence[int]) -> bytes:
 
 
 def root_key(fingerprint: bytes, salt: bytes, plan: str, block_tokens: int) -> bytes:
-    """Start of a hash chain: everything besides the tokens that decides what a key or value is. Fields carry lengths."""
+    """Start of a hash chain: all that decides what a key or value is, besides the tokens. Fields carry lengths."""
     fields = (fingerprint, salt, plan.encode(), str(block_tokens).encode())
     return hashlib.sha256(b"".join(len(f).to_bytes(8, "little") + f for f in fields)).digest()
 
@@ -82,7 +82,7 @@ def next_key(parent: bytes, tokens: bytes) -> bytes:
 class GroupTable:
     """The entries `(block_id, first_row, rows, shift)` of one sequence over one layer group, int32, in order.
 
-    `open_entry`: the last entry still takes rows. `sealing`: (block_id, logical start) of blocks that the coming step fills.
+    `open_entry`: the last entry still takes rows. `sealing`: (block_id, logical start) of blocks the coming step fills.
     """
 
     __slots__ = ("_entries", "num_entries", "open_entry", "sealing")

@@ -3,7 +3,7 @@
 Two tables of shape [num_blocks, layers]: `page_table` says where the rows are that other blocks' queries read,
 `open_table` where the rows are as computed. Only this file writes them, and only for `KVCache`.
 
-Invariants: an extent belongs to one block; a freed block's rows in both tables are 0; the tables are charged to the limit.
+Invariants: an extent belongs to one block; a freed block's table rows are 0; the tables are charged to the limit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from ktransformer2.cache.block import Block
 from ktransformer2.config import CacheConfig
-from ktransformer2.layout import ExtentLayout, Form, LayerGroup
+from ktransformer2.layout import ExtentLayout, Form, ModelGeometry
 from ktransformer2.memory.arena import Arena
 from ktransformer2.memory.defrag import Move, plan_moves
 from ktransformer2.memory.growth import GrowthPolicy
@@ -27,11 +27,9 @@ _FIRST_TABLE_ROWS = 64
 class BlockStore:
     """Makes, moves and frees blocks. No room is a return value."""
 
-    def __init__(
-        self, arena: Arena, group: LayerGroup, index: int, forms: tuple[Form, Form], config: CacheConfig
-    ) -> None:
-        """`forms` are (full, sealed): what rows are computed in, and what a full block is held in."""
-        full, sealed = forms
+    def __init__(self, arena: Arena, geometry: ModelGeometry, index: int, sealed: Form, config: CacheConfig) -> None:
+        """The store of `geometry.groups[index]`, whose full blocks are held in the form `sealed`."""
+        group, full = geometry.groups[index], geometry.full_form
         self.group, self.index, self._arena = group, index, arena
         self.open_layout = ExtentLayout.uniform(group, config.block_tokens, full)
         self.sealed_layout = ExtentLayout.uniform(group, config.block_tokens, sealed)
@@ -112,7 +110,8 @@ class BlockStore:
             self._set_extent(block, block.open_extent)
 
     def free(self, block: Block) -> None:
-        assert block.references == 0 and not block.indexed, f"{block} is in use"
+        assert block.references == 0, f"{block} is in use"
+        assert not block.indexed, f"{block} can still be found"
         if block.extent and block.extent != block.open_extent:
             self._give_back(self.sealed_pool, block.extent)
         if block.open_extent:
@@ -124,7 +123,8 @@ class BlockStore:
 
     def copy_open(self, source: Block, target: Block) -> None:
         """The rows as computed of `source` become those of `target`."""
-        assert source.open_extent and target.open_extent, f"{source} or {target} has no rows as computed"
+        assert source.open_extent, f"{source} has no rows as computed"
+        assert target.open_extent, f"{target} takes no rows as computed"
         ctypes.memmove(target.open_extent, source.open_extent, self.open_layout.extent_bytes)
 
     def block_bytes(self, block: Block) -> int:
@@ -209,15 +209,16 @@ class BlockStore:
                 assert address not in owners, f"extent {address:#x} belongs to {owners[address]} and {block}"
                 owners[address] = block
             layout = self.open_layout if block.extent == block.open_extent else self.sealed_layout
-            expected = layout.entries(block.extent) if block.extent else [0] * len(self.group.layers)
-            assert self.page_table[block.block_id].tolist() == expected, f"page table of {block}"
-            expected = (
-                self.open_layout.entries(block.open_extent) if block.open_extent else [0] * len(self.group.layers)
-            )
-            assert self.open_table[block.block_id].tolist() == expected, f"open table of {block}"
+            for table, form, address in (
+                (self.page_table, layout, block.extent),
+                (self.open_table, self.open_layout, block.open_extent),
+            ):
+                expected = form.entries(address) if address else [0] * len(self.group.layers)
+                assert table[block.block_id].tolist() == expected, f"table row of {block}"
         assert owners == self._owners, f"{len(owners)} extents in blocks, {len(self._owners)} in the register"
         assert sum(pool.num_used for pool in self.pools) == len(owners), "extents in pools and in blocks differ"
         for block_id in self._free_ids:
-            assert self.blocks[block_id] is None and not self.page_table[block_id].any(), f"free id {block_id} in use"
+            assert self.blocks[block_id] is None, f"free id {block_id} names a block"
+            assert not self.page_table[block_id].any(), f"free id {block_id} has pages"
         for pool in self.pools:
             pool.check_integrity()

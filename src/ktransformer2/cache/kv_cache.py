@@ -2,8 +2,8 @@
 
 Knows no request, no model and no batching. One thread at a time owns it.
 
-A step is `allocate` (room), `prepare` (tables for the kernels), the model, `publish` (the rows are there; full blocks can
-be found). Running short is a return value: `allocate` says False and nothing has changed.
+A step is `allocate` (room), `prepare` (tables for the kernels), the model, `publish` (the rows are there; full blocks
+can be found). Running short is a return value: `allocate` says False and nothing has changed.
 
 Invariants: reference counts equal the table entries that name a block; a published block never changes; the limit
 `CacheConfig.memory_bytes` covers extents, page tables and copies in flight, and is never passed.
@@ -65,8 +65,7 @@ class KVCache:
         self._token_exact = sealed == geometry.full_form
         self._clock = clock
         self._arena = Arena(config.memory_bytes)
-        forms = (geometry.full_form, sealed)
-        stores = [BlockStore(self._arena, group, i, forms, config) for i, group in enumerate(geometry.groups)]
+        stores = [BlockStore(self._arena, geometry, i, sealed, config) for i in range(len(geometry.groups))]
         self._residency = Residency(stores, clock)
         self._edits = TableEdits(self._residency, config.block_tokens, config.max_rollback_tokens)
         self._tables: set[BlockTable] = set()  # those that may hold blocks; recounted by check_integrity
@@ -131,7 +130,7 @@ class KVCache:
     def allocate(self, table: BlockTable, num_tokens: int, match: PrefixMatch | None = None) -> bool:
         """Room for `num_tokens` rows behind those the table has. False: no room, and nothing has changed.
 
-        With `match` an empty table adopts the matched prefix first; `table.num_tokens` says how much of it was still there.
+        With `match` an empty table adopts the matched prefix first; `table.num_tokens` says how much was still there.
         """
         self._check_owner()
         assert table.pending == 0, f"{table.pending} rows are allocated already"
@@ -178,7 +177,7 @@ class KVCache:
         return True
 
     def prepare(self, step: Sequence[tuple[BlockTable, int]]) -> tuple[KVBatch, ...]:
-        """The kernels' view of one step, one batch per layer group. `step` names tables and their allocated new rows."""
+        """The kernels' view of one step, one batch per layer group. `step`: tables and their allocated new rows."""
         self._check_owner()
         for table, num_new in step:
             assert table.pending == num_new, f"{num_new} new tokens, {table.pending} rows allocated"

@@ -1,7 +1,7 @@
 """Which blocks hold which prefix, for one layer group: a dict from prefix hash to block, and each block's children.
 
-Knows no memory, no order of eviction and no table. A full block is found by its key; a partly filled one only as a child
-of the block before it. The first block to claim a key keeps it.
+Knows no memory, no order of eviction and no table. A full block is found by its key; a partly filled one only as a
+child of the block before it. The first block to claim a key keeps it.
 
 Invariants: every indexed block is a child of its `parent`; `get(key).key == key`.
 """
@@ -31,7 +31,7 @@ class PrefixIndex:
         return self._blocks.get(key)
 
     def add(self, block: Block, parent: bytes, tokens: bytes, *, full: bool) -> bool:
-        """Index `block` as the continuation of `parent` by `tokens`. False: another block already holds exactly that."""
+        """Index `block` as what follows `parent` with `tokens`. False: another block already holds exactly that."""
         assert not block.indexed, f"{block} is indexed already"
         key = next_key(parent, tokens) if full else None
         if key is not None and key in self._blocks:
@@ -73,7 +73,7 @@ class PrefixIndex:
         for parent, children in self._children.items():
             assert children, f"empty children of {parent.hex()[:8]}"
             for block in children.values():
-                assert block.indexed and block.parent == parent, f"{block} is not a child of its parent"
+                assert (block.indexed, block.parent) == (True, parent), f"{block} is not a child of its parent"
                 assert block.key is None or block.key == next_key(parent, block.tokens), f"{block} has a foreign key"
 
 

@@ -37,7 +37,7 @@ class Residency:
         block.references += 1
 
     def unrefer(self, block: Block) -> None:
-        """One table entry less. Side effects: the last one makes the block cached, or frees it when it cannot be found."""
+        """One table entry less. Side effects: after the last one the block is cached, or freed if none can find it."""
         assert block.references > 0, f"{block} has no reference to give back"
         block.references -= 1
         if block.references:

@@ -59,8 +59,8 @@ class TableEdits:
         return block
 
     def append_copy(self, group_table: GroupTable, store: BlockStore, source: Block, rows: int) -> bool:
-        """A filling block of the table's own that begins with `rows` rows of `source`, which must not be evicted for it."""
-        self._residency.refer(source)
+        """A filling block of the table's own that begins with `rows` rows of `source`. False: no room."""
+        self._residency.refer(source)  # so that the copy's room is not made by evicting its source
         block = self._append_block(group_table, store, rows, keep_open=True)
         if block is not None:
             store.copy_open(source, block)
@@ -110,7 +110,7 @@ class TableEdits:
     # --- cutting
 
     def trim(self, table: BlockTable, keep: int) -> bool:
-        """Drop every row behind `keep` tokens; a block cut in its middle is filling again. False: no room for its copy."""
+        """Drop every row behind `keep` tokens; a block cut in its middle fills again. False: no room for its copy."""
         for store, group_table in zip(self._residency.stores, table.groups, strict=True):
             group_table.sealing.clear()
             start = group_table.num_rows
@@ -193,7 +193,7 @@ class TableEdits:
     # --- letting go while running
 
     def drop_open_rows(self, table: BlockTable, num_new: int) -> None:
-        """Sealed blocks out of a rollback's reach give back their rows as computed; `num_new` tokens came in this step."""
+        """Sealed blocks out of a rollback's reach give back their rows as computed; `num_new` came in this step."""
         reach = table.num_tokens - self._max_rollback_tokens
         for store, group_table in zip(self._residency.stores, table.groups, strict=True):
             end = table.num_tokens
