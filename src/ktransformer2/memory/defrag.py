@@ -17,7 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ktransformer2.memory.slab import SlabPool, set_bits
+from ktransformer2.memory.run import set_bits
+from ktransformer2.memory.slab import SlabPool
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,12 @@ this pool, nor the limit, nor the free extents of other pools can give one exten
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ktransformer2.layout import EXTENT_ALIGNMENT
 from ktransformer2.memory.arena import SMALLEST_RUN_BYTES, Arena
 from ktransformer2.memory.growth import GrowthPolicy, PoolUse
+from ktransformer2.memory.run import Run, RunOccupancy, lowest_bit
 
 # A run holds at least 8 extents, so that cutting a power of two into extents wastes at most 1/9 of the addresses, and a
 # quarter of what the pool has already, so that a pool of n extents has O(log n) runs; at most 1,024, so that masks
@@ -46,55 +45,6 @@ class SlabStats:
     allocated_tokens: int = 0
 
 
-class RunOccupancy(NamedTuple):
-    """Which slots of a run are used: bit i of `used` stands for the extent at base + i * extent_bytes."""
-
-    base: int
-    num_slots: int
-    used: int
-
-    @property
-    def unused(self) -> int:
-        return ((1 << self.num_slots) - 1) & ~self.used
-
-
-class _Run:
-    """One run: where it begins, and a bit for every slot in each state."""
-
-    __slots__ = ("_longest_unused", "base", "empty", "free", "num_slots", "num_used")
-
-    def __init__(self, base: int, num_slots: int) -> None:
-        self.base = base
-        self.num_slots = num_slots
-        self.num_used = 0
-        self.free = 0
-        self.empty = (1 << num_slots) - 1
-        self._longest_unused = (0, 0)  # the mask that was counted last, and its length
-
-    def longest_unused(self) -> int:
-        """Length of the longest stretch of slots that are free or empty; counted again only when the slots changed."""
-        unused = self.free | self.empty
-        if self._longest_unused[0] != unused:
-            self._longest_unused = unused, max(map(len, f"{unused:b}".split("0")))
-        return self._longest_unused[1]
-
-    @property
-    def used(self) -> int:
-        return ((1 << self.num_slots) - 1) & ~(self.free | self.empty)
-
-
-def lowest_bit(mask: int) -> int:
-    """Index of the lowest set bit; the mask is not 0."""
-    return (mask & -mask).bit_length() - 1
-
-
-def set_bits(mask: int) -> Iterator[int]:
-    """Indices of the set bits, lowest first."""
-    while mask:
-        yield lowest_bit(mask)
-        mask &= mask - 1
-
-
 class SlabPool:
     """Extents of `extent_bytes`, each holding `extent_tokens` tokens."""
 
@@ -109,7 +59,7 @@ class SlabPool:
         self.stats = SlabStats()
         self._arena = arena
         self._growth = growth
-        self._runs: dict[int, _Run] = {}
+        self._runs: dict[int, Run] = {}
         self._bases: list[int] = []  # of all runs, sorted; the two below: of those with a free, an empty slot
         self._bases_with_free: list[int] = []
         self._bases_with_empty: list[int] = []
@@ -169,9 +119,11 @@ class SlabPool:
         """Return an extent. It stays committed until a shrink, a trim, or until another pool of the arena is short."""
         run, slot = self._slot(address)
         assert run.used >> slot & 1, f"extent {address:#x} is not in use"
+        was_listed = run.free != 0
         run.free |= 1 << slot
         run.num_used -= 1
-        self._list(run)
+        if not was_listed:
+            self._list(run)
         self.num_used -= 1
         self.num_free_committed += 1
         self._tokens_since_check += self.extent_tokens
@@ -293,7 +245,7 @@ class SlabPool:
             self.num_used, self.num_free_committed, self.extent_tokens, self._growths_in_row, self._tokens_since_check
         )
 
-    def _slot(self, address: int) -> tuple[_Run, int]:
+    def _slot(self, address: int) -> tuple[Run, int]:
         i = bisect_right(self._bases, address) - 1
         assert i >= 0, f"{address:#x} is below every run of this pool"
         run = self._runs[self._bases[i]]
@@ -301,7 +253,7 @@ class SlabPool:
         assert (slot < run.num_slots, rest) == (True, 0), f"{address:#x} is not an extent of this pool"
         return run, slot
 
-    def _nearest_free(self, near: int) -> tuple[_Run, int]:
+    def _nearest_free(self, near: int) -> tuple[Run, int]:
         """The lowest free slot above `near`, else the lowest; there is one."""
         i = bisect_right(self._bases_with_free, near) - 1
         if i >= 0:
@@ -312,10 +264,11 @@ class SlabPool:
         run = self._runs[self._bases_with_free[(i + 1) % len(self._bases_with_free)]]
         return run, lowest_bit(run.free)
 
-    def _use(self, run: _Run, slot: int) -> None:
+    def _use(self, run: Run, slot: int) -> None:
         run.free &= ~(1 << slot)
         run.num_used += 1
-        self._list(run)
+        if not run.free:
+            self._list(run)
         self.num_used += 1
         self.num_free_committed -= 1
         self._tokens_since_check += self.extent_tokens
@@ -338,7 +291,7 @@ class SlabPool:
         self.stats.grown_tokens += (num_extents - left) * self.extent_tokens
         return num_extents - left
 
-    def _commit(self, run: _Run, first: int, count: int) -> bool:
+    def _commit(self, run: Run, first: int, count: int) -> bool:
         if not self._arena.commit(run.base + first * self.extent_bytes, count * self.extent_bytes):
             return False
         mask = ((1 << count) - 1) << first
@@ -363,7 +316,7 @@ class SlabPool:
         if base is None:
             return False
         size = self._arena.run_bytes(base)
-        self._runs[base] = run = _Run(base, size // self.extent_bytes)
+        self._runs[base] = run = Run(base, size // self.extent_bytes)
         self._run_address_bytes += size
         insort(self._bases, base)
         self._list(run)
@@ -391,12 +344,12 @@ class SlabPool:
         self.num_free_committed -= count - left
         return count - left
 
-    def _list(self, run: _Run) -> None:
+    def _list(self, run: Run) -> None:
         """Bring the lists of runs up to date with the run's masks."""
         _keep(self._bases_with_free, run.base, bool(run.free))
         _keep(self._bases_with_empty, run.base, bool(run.empty))
 
-    def _drop_run(self, run: _Run) -> None:
+    def _drop_run(self, run: Run) -> None:
         """Return a run whose slots are all empty to the arena."""
         for bases in (self._bases, self._bases_with_empty, self._bases_with_free):
             _keep(bases, run.base, False)
