@@ -29,7 +29,9 @@ class PagedTexts:
     def __init__(self, geometry: ModelGeometry, num_blocks: int = 64) -> None:
         self.geometry = geometry
         layouts = [ExtentLayout.uniform(group, BLOCK_TOKENS, geometry.full_form) for group in geometry.groups]
-        self._memory = [torch.zeros(num_blocks * it.extent_bytes + EXTENT_ALIGNMENT, dtype=torch.uint8) for it in layouts]
+        self._memory = [
+            torch.zeros(num_blocks * it.extent_bytes + EXTENT_ALIGNMENT, dtype=torch.uint8) for it in layouts
+        ]
         self._page_tables = []
         for memory, layout in zip(self._memory, layouts, strict=True):
             start = -(-memory.data_ptr() // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT

@@ -1,24 +1,26 @@
-"""A ragged flat batch through an untouched model equals `generate`, one prompt at a time; what cannot be exact is refused."""
+"""A ragged flat batch through an untouched model equals `generate`; what cannot be exact is refused."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from tests.models.paged import PagedTexts, greedy
-from tests.models.tiny import FAMILIES, one_by_one, tiny
 
 from ktransformer2.errors import UnsupportedModelError
 from ktransformer2.layout import Form, RopeSpec
 from ktransformer2.models.hf import HFModel
+from tests.models.paged import PagedTexts, greedy
+from tests.models.tiny import FAMILIES, one_by_one, tiny
 
 # Longer than the window of 12, longer than a block of 16, and shorter than both.
 PROMPTS = [list(range(3, 44)), [7, 100, 12, 5, 9], [(i * 37) % 200 + 2 for i in range(19)]]
 
 
 @pytest.fixture(autouse=True)
-def few_threads():
+def few_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -120,7 +122,7 @@ def test_the_two_head_sizes_of_a_layer_may_differ() -> None:
         ),
     ],
 )
-def test_ropes_that_depend_on_the_length_refuse_a_shift(rope: dict, reason: str) -> None:
+def test_ropes_that_depend_on_the_length_refuse_a_shift(rope: dict[str, Any], reason: str) -> None:
     geometry = HFModel(tiny("llama", rope_parameters=rope)).geometry
     assert reason in geometry.shift_refused
     assert geometry.rope == (None,)
@@ -141,7 +143,7 @@ def test_ropes_that_depend_on_the_length_refuse_a_shift(rope: dict, reason: str)
         },
     ],
 )
-def test_fixed_ropes_allow_a_shift(rope: dict) -> None:
+def test_fixed_ropes_allow_a_shift(rope: dict[str, Any]) -> None:
     geometry = HFModel(tiny("llama", rope_parameters=rope)).geometry
     assert geometry.shift_refused == ""
     assert geometry.rope[0] is not None
@@ -158,10 +160,14 @@ def test_learned_positions_refuse_a_shift() -> None:
         ("mamba", {"state_size": 8}, "mamba"),
         ("bloom", {"n_head": 4, "n_layer": 2}, "bloom"),
         ("llama", {"is_causal": False}, "both directions"),
-        ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}, "linear_attention"),
+        (
+            "qwen3_next",
+            {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
+            "linear_attention",
+        ),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(family: str, settings: dict, reason: str) -> None:
+def test_what_cannot_be_served_is_refused_by_name(family: str, settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
         HFModel(tiny(family, **settings))
 
@@ -185,6 +191,8 @@ def test_the_original_attention_comes_back_for_generate() -> None:
         one_by_one(model, PROMPTS, 4)
     with served.original_attention() as bare:
         assert one_by_one(bare, PROMPTS, 4) == expected
+        with pytest.raises(AssertionError, match="a step inside original_attention"):
+            greedy(served, PROMPTS, 4)
     assert greedy(served, PROMPTS, 4) == expected
 
 

@@ -1,4 +1,4 @@
-"""Random models of many families, small enough to build in milliseconds, with weights large enough that heads differ."""
+"""Random models of many families: built in milliseconds, with weights large enough that heads differ."""
 
 from __future__ import annotations
 
@@ -45,14 +45,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, attention: str | None = "eager", **changes: Any) -> PreTrainedModel:
+def tiny(
+    family: str, seed: int = 0, dtype: torch.dtype = torch.float32, attention: str | None = "eager", **changes: Any
+) -> PreTrainedModel:
     """A seeded random model. GPT-OSS sinks and softcaps are given values that matter."""
     torch.manual_seed(seed)
     settings = {**_COMMON, **FAMILIES.get(family, {}), **changes}
     if family == "gpt2":
         settings = {k: v for k, v in settings.items() if k in ("vocab_size", "initializer_range") or k.startswith("n_")}
     config = AutoConfig.for_model(family, **settings)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype).eval()
+    auto: Any = AutoModelForCausalLM
+    model: PreTrainedModel = auto.from_config(config, attn_implementation=attention).to(dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("sinks"):
@@ -63,9 +66,10 @@ def tiny(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, attenti
 def one_by_one(model: PreTrainedModel, prompts: list[list[int]], num_new: int) -> list[list[int]]:
     """What `generate` answers to each prompt alone."""
     answers = []
+    generate: Any = model.generate
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        out = model.generate(
+        out = generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_new, min_new_tokens=num_new
         )
         answers.append(out[0, len(prompt) :].tolist())

@@ -25,7 +25,7 @@ _NOT_NUMERICS = ("_name_or_path", "transformers_version", "use_cache", "architec
 
 
 def hash_file(path: Path, memory: Path | None = None) -> bytes:
-    """SHA-256 of a file. `memory` is a JSON file that remembers hashes by path, size and time; a broken one is ignored."""
+    """SHA-256 of a file. `memory` is a JSON file that remembers hashes by path, size and time; broken: empty."""
     status = path.stat()
     key = f"{path.resolve()}|{status.st_size}|{status.st_mtime_ns}"
     known = read_json(memory) if memory else {}

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from ktransformer2.errors import UnsupportedModelError
 from ktransformer2.kernels.attention import paged_attention, seal, store_kv
@@ -23,7 +22,7 @@ from ktransformer2.layout import ModelGeometry
 from ktransformer2.models.batch import FlatBatch
 from ktransformer2.models.fingerprint import fingerprint, hash_tensors
 from ktransformer2.models.probe import can_choose_logits, observe, refuse_unservable
-from ktransformer2.models.registry import ATTENTION_NAME, LayerCall, receiving, register
+from ktransformer2.models.registry import ATTENTION_NAME, LayerCall, quiet_transformers, receiving, register
 
 
 class _Step:
@@ -65,20 +64,25 @@ class HFModel:
             raise UnsupportedModelError(
                 "float16 arithmetic is hundreds of times slower than float32 on a CPU; load with bfloat16 or float32"
             )
-        self.model = model.eval()
+        self.model = model
+        model.train(False)
         self._own_attention: str = model.config._attn_implementation
+        self.vocab_size: int = _vocab_size(model)
         _use_registered_attention(model)
         self.geometry: ModelGeometry = observe(model)
         # GPT-OSS and others keep some weights in fp32: the config's dtype and the tensors' hash cover that.
         weights = hash_tensors(model) if weights_hash is None else weights_hash
         self.fingerprint: bytes = fingerprint(model.config, self.geometry, model.dtype, weights)
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.weight_bytes: int = sum(p.numel() * p.element_size() for p in (*model.parameters(), *model.buffers()))
         self._keeps_logits = can_choose_logits(model)
 
     def forward(self, batch: FlatBatch) -> torch.Tensor:
         """Logits fp32 [N, vocab_size] of `batch.logit_rows`. Side effect: K and V are stored in every layer."""
-        assert len(batch.kv) == len(self.geometry.groups), f"{len(batch.kv)} batches, {len(self.geometry.groups)} groups"
+        assert len(batch.kv) == len(self.geometry.groups), (
+            f"{len(batch.kv)} batches, {len(self.geometry.groups)} groups"
+        )
+        attention = self.model.config._attn_implementation
+        assert attention == ATTENTION_NAME, f"a step inside original_attention(): {attention!r} knows no pages"
         rows = batch.logit_rows
         wanted = {"logits_to_keep": rows} if self._keeps_logits else {}
         with torch.inference_mode(), receiving(_Step(self.geometry, batch.kv)):
@@ -99,13 +103,16 @@ class HFModel:
 
 def _use_registered_attention(model: PreTrainedModel) -> None:
     register()
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # transformers only warns where it should refuse; the check below refuses
-    try:
+    with quiet_transformers():  # it only warns where it should refuse; the check below refuses
         model.set_attn_implementation(ATTENTION_NAME)
-    finally:
-        logging.set_verbosity(verbosity)
     if model.config._attn_implementation != ATTENTION_NAME:
         raise UnsupportedModelError(
             f"{model.config.model_type} does not take its attention from the transformers registry"
         )
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    head: torch.nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # unannotated there
+    if head is None:
+        raise UnsupportedModelError(f"{model.config.model_type} has no output embeddings: it answers no tokens")
+    return head.get_parameter("weight").shape[0]

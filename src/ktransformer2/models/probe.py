@@ -1,9 +1,9 @@
 """What a model's attention layers are, found by watching one tiny forward pass, and checked against its config.
 
-A config says what a model should do; what reaches the cache is what its layers hand over. So sixteen times the same token
-is sent through the model while the attention answers zero. Without attention every position computes the same hidden
-states, and a layer's keys differ by their rotation alone: each rotary frequency table of the model is tried on them,
-and what does not fit may not be shifted. Head sizes, windows and masks are seen in the same pass.
+A config says what a model should do; what reaches the cache is what its layers hand over. So the same token is sent
+sixteen times through the model while the attention answers zero. Without attention every position computes the same
+hidden states, and a layer's keys differ by their rotation alone: each rotary frequency table of the model is tried on
+them, and what does not fit may not be shifted. Head sizes, windows and masks are seen in the same pass.
 
 Knows no page and no cache. Side effects: none that last.
 """
@@ -49,7 +49,9 @@ class _Watch:
 
     def attend(self, call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if call.layer in self.layers:
-            raise UnsupportedModelError(f"layer {call.layer} attends twice in one pass; only one KV per layer is served")
+            raise UnsupportedModelError(
+                f"layer {call.layer} attends twice in one pass; only one KV per layer is served"
+            )
         if k.dtype != v.dtype or k.dtype not in _FORMS:
             raise UnsupportedModelError(f"layer {call.layer} computes keys in {k.dtype} and values in {v.dtype}")
         self.layers[call.layer] = SeenLayer(call, q.shape[1], k.clone(), v.shape[-1])
@@ -63,7 +65,9 @@ class _Watch:
         wanted = request["mask_function"](zero, zero, query, key)
         causal = (key <= query) & (key > query - (window or _PROBE_TOKENS))
         if not torch.equal(wanted.expand_as(causal), causal):
-            raise UnsupportedModelError("the model asks for a mask that is not causal (with or without a sliding window)")
+            raise UnsupportedModelError(
+                "the model asks for a mask that is not causal (with or without a sliding window)"
+            )
         self.mask_windows.add(window)
 
 
@@ -83,7 +87,9 @@ def refuse_unservable(config: PreTrainedConfig) -> None:
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; only decoder-only models are served")
     if getattr(decoder, "kv_lora_rank", None) is not None:
-        raise UnsupportedModelError(f"{name} uses latent attention (MLA, kv_lora_rank); its cache is not made of K and V")
+        raise UnsupportedModelError(
+            f"{name} uses latent attention (MLA, kv_lora_rank); its cache is not made of K and V"
+        )
     if getattr(decoder, "is_causal", True) is False or getattr(decoder, "use_bidirectional_attention", None):
         raise UnsupportedModelError(f"{name} attends in both directions; only causal models can be cached")
     if getattr(decoder, "num_kv_shared_layers", None) or getattr(decoder, "kv_sharing_modes", None):
@@ -108,8 +114,8 @@ def observe(model: PreTrainedModel) -> ModelGeometry:
     missing = sorted(set(range(config.num_hidden_layers)) ^ set(watch.layers))
     if missing:
         raise UnsupportedModelError(
-            f"{config.model_type}: layers {missing} hold no attention that can be replaced (recurrent state, or attention "
-            "outside the transformers registry)"
+            f"{config.model_type}: layers {missing} hold no attention that can be replaced "
+            "(recurrent state, or attention outside the transformers registry)"
         )
     max_positions = getattr(config, "max_position_embeddings", None)
     if max_positions is None:
@@ -171,7 +177,7 @@ def _windows(config: PreTrainedConfig, watch: _Watch) -> dict[int, int | None]:
 
 def _visible_token(model: PreTrainedModel) -> int:
     """A token whose embedding is not zero (padding tokens have a zero row, which no rotation shows)."""
-    table = model.get_input_embeddings().weight
+    table: torch.Tensor = model.get_input_embeddings().get_parameter("weight")
     candidates = torch.linspace(0, table.shape[0] - 1, steps=min(16, table.shape[0])).long()
     return int(candidates[table[candidates].float().norm(dim=-1).argmax()])
 
@@ -217,7 +223,7 @@ def _ropes(model: PreTrainedModel, watch: _Watch) -> tuple[dict[int, RopeSpec | 
 
 
 def _rotates_by(k: torch.Tensor, spec: RopeSpec | None) -> bool:
-    """Whether keys [T, G, Dk] of one token at positions 0..T-1 are the first key, rotated by `spec` (None: not at all)."""
+    """Whether keys [T, G, Dk] of one token at positions 0..T-1 are the first key, rotated by `spec` (None: not)."""
     first, tolerance = k[0].float(), _ROPE_TOLERANCE[k.dtype]
     size = first.norm()
     if size == 0 or (spec is not None and spec.rotary_size > k.shape[-1]):

@@ -1,9 +1,9 @@
 """Where transformers hands over queries, keys and values: one attention and one mask function under one name.
 
 transformers keeps process-wide registries, so these functions are global; what they do with a call is decided by the
-`Receiver` that surrounds the model's forward pass (a context variable, because keyword arguments get lost in some models).
-transformers makes no masks for an attention name it has no mask function for; ours is registered so that every mask a
-model would have used is seen, and answers None: windows and causality are the kernel's work.
+`Receiver` that surrounds the model's forward pass (a context variable: keyword arguments get lost in some models).
+transformers makes no masks for an attention name it has no mask function for; ours is registered so that every mask
+a model would have used is seen, and answers None: windows and causality are the kernel's work.
 
 Knows no page and no geometry. Invariant: a keyword that is not understood raises, it is never dropped.
 """
@@ -14,10 +14,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from logging import ERROR
 from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.utils import logging
 
 from ktransformer2.errors import UnsupportedModelError
 
@@ -42,7 +44,7 @@ _UNDERSTOOD = frozenset({"scaling", "sliding_window", "softcap", "s_aux", "is_ca
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One layer's call. `window` is meaningful only where `window_given`: some models leave the window to their mask."""
+    """One layer's call. `window` means something only where `window_given`: some models leave it to their mask."""
 
     layer: int
     scale: float
@@ -62,6 +64,20 @@ class Receiver(Protocol):
     def mask(self, request: Mapping[str, Any]) -> None:
         """Sees the keywords of one mask that the model asks for."""
         ...
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and no warnings of transformers inside the block: what they warn of is checked by us."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(ERROR)
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
 
 
 _receiver: ContextVar[Receiver | None] = ContextVar("ktransformer2_receiver", default=None)
@@ -143,6 +159,6 @@ def mask(**request: Any) -> None:
 
 
 def register() -> None:
-    """Makes `ATTENTION_NAME` known to transformers. Side effect: the process-wide registries; doing it twice is harmless."""
+    """Makes `ATTENTION_NAME` known to transformers. Side effect: process-wide registries; twice is harmless."""
     AttentionInterface.register(ATTENTION_NAME, attention)
     AttentionMaskInterface.register(ATTENTION_NAME, mask)

@@ -1,0 +1,61 @@
+"""A GGUF file becomes an ordinary model folder, once: dense weights, config, tokenizer, chat template.
+
+Unpacking takes seconds to a minute, reading the folder a moment; so it is kept in the user's cache directory under the
+content of the file and the type of the weights. A folder appears whole (by rename) or not at all.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, GgufConfig
+
+from ktransformer2.errors import ModelFileError
+from ktransformer2.models.fingerprint import hash_file
+from ktransformer2.models.registry import quiet_transformers
+from ktransformer2.models.store import cache_directory, hash_memory
+from ktransformer2.models.weight_files import check_gguf
+from ktransformer2.models.weights import read_weights
+
+# Raised when the same file would be converted into something else.
+_CONVERSION_VERSION = 1
+
+
+def converted(path: Path, dtype: torch.dtype) -> Path:
+    """The model folder of a GGUF file. Side effect: writes it into the cache directory the first time.
+
+    Raises ModelFileError for a file that is broken or that transformers cannot convert.
+    """
+    name = f"{hash_file(path, hash_memory()).hex()[:32]}-{str(dtype).removeprefix('torch.')}-{_CONVERSION_VERSION}"
+    models = cache_directory() / "gguf"
+    target = models / name
+    if target.is_dir():
+        return target
+    check_gguf(path)
+    models.mkdir(exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=models))
+    try:
+        _convert(path, dtype, unfinished)
+        try:
+            unfinished.rename(target)
+        except OSError:
+            if not target.is_dir():  # else another process was first, with the same content
+                raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return target
+
+
+def _convert(path: Path, dtype: torch.dtype, target: Path) -> None:
+    unpacked = GgufConfig(dequantize=True)
+    model = read_weights(path.parent, dtype, gguf_file=path.name, quantization_config=unpacked)
+    with quiet_transformers():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+        except Exception as error:  # whatever a header that is well formed but senseless may set off in a library
+            raise ModelFileError(f"{path}: its tokenizer cannot be read ({type(error).__name__}: {error})") from error
+        model.save_pretrained(target)
+        tokenizer.save_pretrained(target)

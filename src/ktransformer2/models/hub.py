@@ -1,0 +1,115 @@
+"""Fetching a model from the hub. Downloads, redirects, resuming and the disk cache are huggingface_hub's.
+
+HF_ENDPOINT names another hub, HF_TOKEN a token, HF_HUB_OFFLINE=1 forbids the network. Pickled weights are never
+fetched. Every failure becomes one of our errors that says what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from ktransformer2.errors import ModelError, ModelNotFoundError
+
+_WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+_UNWANTED = ["original/*", "consolidated*", "onnx/*", "*/*"]
+_MAX_NEAR_NAMES = 5
+
+
+def endpoint() -> str:
+    """The hub in use; read at each call, so that a changed environment counts."""
+    return os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
+
+
+def fetch(repo_id: str, revision: str | None = None, offline: bool | None = None, file: str | None = None) -> Path:
+    """The local folder of a hub model, or one of its files. Side effect: downloads what is missing.
+
+    `offline=True` uses only what was downloaded before; None leaves that to HF_HUB_OFFLINE.
+    Raises ModelNotFoundError (with near names), or ModelError saying what to do.
+    """
+    try:
+        if file is not None:
+            return Path(
+                hf_hub_download(repo_id, file, revision=revision, local_files_only=bool(offline), endpoint=endpoint())
+            )
+        return Path(
+            snapshot_download(
+                repo_id,
+                revision=revision,
+                local_files_only=bool(offline),
+                allow_patterns=_WANTED,
+                ignore_patterns=_UNWANTED,
+                endpoint=endpoint(),
+            )
+        )
+    except Exception as error:
+        raise _explained(error, repo_id, revision, bool(offline)) from error
+
+
+def _explained(error: Exception, repo_id: str, revision: str | None, offline: bool) -> Exception:
+    """The typed error for what huggingface_hub raised; anything unexpected is returned as it is."""
+    cause = error
+    while isinstance(cause, LocalEntryNotFoundError) and isinstance(cause.__cause__, HfHubHTTPError):
+        cause = cause.__cause__
+    match cause:
+        case GatedRepoError():
+            return ModelError(
+                f"{repo_id} is gated: accept its terms at {endpoint()}/{repo_id}, "
+                "then run `hf auth login` or set HF_TOKEN"
+            )
+        case RepositoryNotFoundError():
+            return ModelNotFoundError(
+                f"no model {repo_id!r} on {endpoint()} (or it is private: set HF_TOKEN){_near(repo_id)}"
+            )
+        case RevisionNotFoundError():
+            return ModelNotFoundError(f"{repo_id} has no revision {revision!r} on {endpoint()}")
+        case HFValidationError():
+            return ModelNotFoundError(f"{repo_id!r} is neither a path nor a hub name (owner/name)")
+        case LocalEntryNotFoundError() | OfflineModeIsEnabled():
+            why = "offline was asked for" if offline or constants.HF_HUB_OFFLINE else f"{endpoint()} cannot be reached"
+            return ModelError(
+                f"{repo_id} is not on this machine and {why}; connect, or name a model folder or a GGUF file{_cached()}"
+            )
+        case EntryNotFoundError():
+            return ModelNotFoundError(f"{repo_id} has no such file: {str(cause).splitlines()[0]}")
+        case OSError():
+            return ModelError(f"{repo_id} could not be downloaded ({type(cause).__name__}: {cause}); try again")
+    if type(cause).__module__.partition(".")[0].startswith("httpx"):
+        return ModelError(f"{endpoint()} cannot be reached ({type(cause).__name__}: {cause}); try again")
+    return error
+
+
+def _cached_names() -> list[str]:
+    """Models that were downloaded before."""
+    folder = Path(constants.HF_HUB_CACHE)
+    return sorted(path.name.removeprefix("models--").replace("--", "/") for path in folder.glob("models--*"))
+
+
+def _cached() -> str:
+    names = _cached_names()[:_MAX_NEAR_NAMES]
+    return f"; downloaded before: {', '.join(names)}" if names else ""
+
+
+def _near(repo_id: str) -> str:
+    """Names like this one, here and on the hub; empty when there are none or the hub does not search."""
+    names = _cached_names()
+    try:
+        found = HfApi(endpoint=endpoint()).list_models(search=repo_id.rpartition("/")[2], limit=_MAX_NEAR_NAMES)
+        names += [model.id for model in found]
+    except (HfHubHTTPError, OSError, ValueError):
+        names = names[:]  # the search is a courtesy: the error that is being explained stays the same
+    near = difflib.get_close_matches(repo_id, names, n=_MAX_NEAR_NAMES, cutoff=0.4)
+    return f"; near: {', '.join(near)}" if near else ""

@@ -1,0 +1,142 @@
+"""From a name to a model that can be stepped: a folder, a hub name, a safetensors or a GGUF file.
+
+Files are checked before transformers reads them; code that comes with a model is never run; weights that are missing
+are an error, not random numbers. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from ktransformer2.errors import ConfigError, ModelError, ModelFileError, ModelNotFoundError, UnsupportedModelError
+from ktransformer2.models import hub
+from ktransformer2.models.fingerprint import hash_files
+from ktransformer2.models.gguf_conversion import converted
+from ktransformer2.models.hf import HFModel
+from ktransformer2.models.probe import refuse_unservable
+from ktransformer2.models.registry import quiet_transformers
+from ktransformer2.models.store import hash_memory
+from ktransformer2.models.weight_files import PICKLED_SUFFIXES, checked_weights
+from ktransformer2.models.weights import read_weights
+
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+}
+_FAST_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
+_HUB_GGUF = re.compile(r"([\w.-]+/[\w.-]+)/(.+\.gguf)")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its tokenizer. `source` says in words where it came from."""
+
+    model: HFModel
+    tokenizer: PreTrainedTokenizerBase
+    source: str
+
+
+def load_model(
+    name_or_path: str | Path, *, dtype: str = "auto", revision: str | None = None, offline: bool | None = None
+) -> LoadedModel:
+    """Loads a model from a folder, a `.safetensors` or `.gguf` file, a hub name, or `owner/name/file.gguf` on the hub.
+
+    `dtype`: auto (bfloat16 where the CPU computes in it, else float32), bfloat16 or float32.
+    Side effects: downloads into the hub's cache; a GGUF file is converted once into the user's cache directory.
+    Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, ModelError, ConfigError.
+    """
+    wanted = chosen_dtype(dtype)
+    place = locate(str(name_or_path), revision, offline)
+    folder = converted(place, wanted) if place.suffix == ".gguf" else place
+    return _load_folder(folder, wanted, source=str(name_or_path))
+
+
+def chosen_dtype(dtype: str) -> torch.dtype:
+    """The type to compute in. Raises ConfigError; float16 is refused because CPUs emulate it."""
+    if dtype == "auto":
+        return torch.bfloat16 if computes_bf16() else torch.float32
+    if dtype not in _DTYPES:
+        raise ConfigError(
+            f"dtype={dtype!r} is not allowed; allowed: auto, {', '.join(_DTYPES)} (float16 is far too slow)"
+        )
+    return _DTYPES[dtype]
+
+
+def computes_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this CPU multiplies bf16 in hardware (AVX512_BF16, AMX, Arm BF16); False where nothing says so."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return False
+    flags = [line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))]
+    return bool(flags) and bool(_FAST_BF16_FLAGS & set(flags[0]))
+
+
+def locate(name: str, revision: str | None = None, offline: bool | None = None) -> Path:
+    """The folder or GGUF file that `name` means. Side effect: downloads. Raises ModelNotFoundError, ModelError."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        return _model_file(path)
+    if found := _HUB_GGUF.fullmatch(name):
+        return hub.fetch(found[1], revision, offline, file=found[2])
+    looks_like_path = name.startswith((".", "/", "~")) or path.suffix in (".gguf", ".safetensors", *PICKLED_SUFFIXES)
+    if looks_like_path or not _HUB_NAME.fullmatch(name):
+        raise ModelNotFoundError(f"no file or folder {name!r}{_near(path)}")
+    return hub.fetch(name, revision, offline)
+
+
+def _model_file(path: Path) -> Path:
+    if path.suffix == ".gguf":
+        return path
+    if path.suffix == ".safetensors":
+        return path.parent
+    why = "a pickle that could run any code" if path.suffix in PICKLED_SUFFIXES else "not a model file"
+    raise ModelFileError(f"{path} is {why}; allowed: a model folder, *.safetensors, *.gguf")
+
+
+def _near(path: Path) -> str:
+    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, siblings, n=3)
+    return f"; near: {', '.join(str(path.parent / name) for name in near)}" if near else ""
+
+
+def _load_folder(folder: Path, dtype: torch.dtype, source: str) -> LoadedModel:
+    weights = checked_weights(folder)
+    with quiet_transformers():
+        config = _read_config(folder)
+        refuse_unservable(config)
+        model = read_weights(folder, dtype, config=config)
+        tokenizer = _read_tokenizer(folder)
+    return LoadedModel(HFModel(model, hash_files(weights, hash_memory())), tokenizer, source)
+
+
+def _read_config(folder: Path) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError) as error:  # an unknown model_type, or one whose code would have to be run
+        first = str(error).strip().splitlines()[0]
+        raise UnsupportedModelError(f"{folder}: transformers does not know this model ({first})") from error
+    except Exception as error:  # strict configs raise their own kinds
+        raise ModelFileError(f"{folder / 'config.json'}: cannot be read ({type(error).__name__}: {error})") from error
+    return config
+
+
+def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # tokenizers raises plain Exception for a broken file
+        raise ModelError(f"{folder}: holds no tokenizer that can be read ({type(error).__name__}: {error})") from error
+    return tokenizer
