@@ -178,7 +178,8 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
 def test_logprobs_zero_gives_the_chosen_token_only() -> None:
     (token,) = sample(torch.zeros(1, 4), [state(logprobs=0)])
     assert token.logprob is not None
-    assert (token.logprob.top, token.logprob.logprob) == ((), pytest.approx(math.log(0.25)))
+    assert token.logprob.top == ()
+    assert token.logprob.logprob == pytest.approx(math.log(0.25))
 
 
 def test_rows_that_are_not_finite_are_named() -> None:

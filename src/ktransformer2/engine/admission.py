@@ -43,6 +43,8 @@ class Admission:
         return params
 
     def _check_tokens(self, prompt_ids: abc.Sequence[int], params: SamplingParams) -> None:
+        if not all(isinstance(token, int) for token in prompt_ids):
+            raise RequestError("a prompt is a text or a list of whole numbers, the token ids; this list holds others")
         if min(prompt_ids) < 0 or max(prompt_ids) >= self._vocab_size:
             wrong = next(token for token in prompt_ids if not 0 <= token < self._vocab_size)
             raise RequestError(

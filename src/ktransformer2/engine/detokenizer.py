@@ -26,7 +26,7 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = False, **kwargs: Any) -> str: ...
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False, **kwargs: Any) -> Any: ...
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
 
@@ -108,7 +108,8 @@ class Detokenizer:
     def _decode(self, token_ids: list[int]) -> str:
         if not token_ids or self._tokenizer is None:
             return ""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
 
 
 class StopStrings:

@@ -130,15 +130,15 @@ class Engine:
         """One step for everyone who runs; their news, in the order of the batch. Without work: nothing."""
         self._check_usable()
         began_s = self._clock()
-        step = self._scheduler.schedule()
+        sampled: list[list[SampledToken] | None] = []
         try:
-            sampled: list[list[SampledToken] | None] = []
+            step = self._scheduler.schedule()
             if step.work:
                 batch = self._prepare(step)
                 logits = self._model.forward(batch)  # [work, V]
                 sampled = self._sample(step, logits)
-        except BaseException:
-            self._scheduler.abandon(step)
+        except BaseException:  # an interrupt from the keyboard too
+            self._scheduler.abandon()
             raise
         chunks = self._publish(step, sampled)
         self._cache.maintain(sum(chunk.output is not None for chunk in chunks))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -87,7 +87,7 @@ class LLM:
             self.engine.check(ids, own)
         return self._run(deque(zip(prompt_ids, each, strict=True)))
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[StreamChunk, None, None]:
         """Answer one prompt piece by piece: progress while the prompt is read, then text. The last chunk has `output`.
 
         Closing the iterator cancels the request. Several streams may be read in turns.
@@ -104,7 +104,9 @@ class LLM:
         """
         return self.generate([self._apply_template(messages)], params)[0]
 
-    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None
+    ) -> Generator[StreamChunk, None, None]:
         """`chat`, piece by piece, as `stream` does it."""
         return self.stream(self._apply_template(messages), params)
 
@@ -147,7 +149,7 @@ class LLM:
             raise
         return [output for output in outputs.values() if output is not None]
 
-    def _stream(self, prompt_ids: list[int], params: SamplingParams | None) -> Iterator[StreamChunk]:
+    def _stream(self, prompt_ids: list[int], params: SamplingParams | None) -> Generator[StreamChunk, None, None]:
         request_id = self.engine.add(prompt_ids, params)
         news = self._news[request_id] = deque()
         try:

@@ -149,11 +149,11 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def abandon(self, step: Step) -> None:
+    def abandon(self) -> None:
         """The step was not computed: forget the room that was allocated for it. Sequences stay where they are."""
-        for work in step.work:
-            if work.sequence.table is not None:
-                self._cache.abandon(work.sequence.table)
+        for sequence in self.running:
+            if sequence.table is not None:
+                self._cache.abandon(sequence.table)
 
     def check_integrity(self) -> None:
         for queue in (self.running, self.waiting):
