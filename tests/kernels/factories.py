@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -100,13 +100,19 @@ class PageMemory:
         self._used.append((address, layout.page_bytes))
         return address
 
+    def keep(self) -> None:
+        """Remembers every byte, for `restore`."""
+        self._kept = self._buffer[: self._at + PAGE_ALIGNMENT - self._buffer.ctypes.data].copy()
+
+    def restore(self) -> None:
+        self._buffer[: self._kept.size] = self._kept
+
     def check_guards(self) -> None:
-        copy = self._buffer.copy()
-        for address, num_bytes in self._used:
-            at = address - self._buffer.ctypes.data
-            copy[at : at + num_bytes] = _GUARD
-        strayed = np.flatnonzero(copy != _GUARD)
-        assert strayed.size == 0, f"{strayed.size} bytes outside every page were written, the first at {strayed[0]}"
+        end = self._buffer.ctypes.data
+        for address, num_bytes in [*self._used, (self._stop, 0)]:
+            guard = raw_bytes(end, address - end)
+            assert (guard == _GUARD).all(), f"{(guard != _GUARD).sum()} bytes before or behind a page were written"
+            end = address + num_bytes
 
 
 def raw_bytes(address: int, num_bytes: int) -> Array:
@@ -116,13 +122,15 @@ def raw_bytes(address: int, num_bytes: int) -> Array:
 def key_code_index(G: int, P: int, D: int) -> Array:
     """[G, P, D] -> place of the code in K [G, P/16, D/4, 16, 4]."""
     g, t, c = np.ogrid[:G, :P, :D]
-    return ((g * (P // 16) + t // 16) * (D // 4) + c // 4) * 64 + t % 16 * 4 + c % 4
+    index: Array = ((g * (P // 16) + t // 16) * (D // 4) + c // 4) * 64 + t % 16 * 4 + c % 4
+    return index
 
 
 def value_code_index(G: int, P: int, D: int) -> Array:
     """[G, P, D] -> place of the code in V [G, P/4, D, 4]."""
     g, t, c = np.ogrid[:G, :P, :D]
-    return ((g * (P // 4) + t // 4) * D + c) * 4 + t % 4
+    index: Array = ((g * (P // 4) + t // 4) * D + c) * 4 + t % 4
+    return index
 
 
 def quantised(rows: Array) -> tuple[Array, Array]:
@@ -172,8 +180,8 @@ def page_bytes(layout: PageLayout, k: torch.Tensor, v: torch.Tensor) -> list[tup
 
 
 @dataclass(frozen=True)
-class Token:
-    """What a query may read of one token, in fp64 [G, D]."""
+class Tokens:
+    """What a query may read of the tokens of one entry, in fp64 [n, G, D]."""
 
     entry: int
     shift: int
@@ -183,10 +191,16 @@ class Token:
     k_sealed: torch.Tensor
     v_sealed: torch.Tensor
 
+    def __len__(self) -> int:
+        return self.k.shape[0]
+
 
 @dataclass
 class Scenario:
-    """A batch over real pages. `tokens[s]` is what sequence s holds; `sealed` the rows of blocks that become full."""
+    """A batch over real pages. `tokens[s]` is what sequence s holds; `sealed` the rows of blocks that become full.
+
+    `reset` puts every page back to what it was before anything was run.
+    """
 
     shape: Shape
     forms: Forms
@@ -195,8 +209,12 @@ class Scenario:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    tokens: list[list[Token]] = field(default_factory=list)
-    sealed: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    tokens: list[list[Tokens]]
+    sealed: dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+    def reset(self) -> Scenario:
+        self.memory.restore()
+        return self
 
     def layout_of(self, entry: int) -> PageLayout:
         _, k_form, v_form = unpack_page(entry)
@@ -207,9 +225,9 @@ class Scenario:
         """fp64 [T, H, Dv], one sequence and one head at a time."""
         rows, first = [], 0
         for tokens, seen in zip(self.tokens, self.batch.context_lens.tolist(), strict=True):
-            q = self.q[first : first + len(tokens) - seen].double()
-            rows.append(_expected_of_sequence(q, tokens, params))
-            first += len(tokens) - seen
+            stop = first + sum(map(len, tokens)) - seen
+            rows.append(_expected_of_sequence(self.q[first:stop].double(), tokens, params))
+            first = stop
         assert first == self.q.shape[0]
         return torch.cat(rows)
 
@@ -229,23 +247,24 @@ class Scenario:
                     assert (raw_bytes(unpack_page(entry)[0], self.layout_of(entry).page_bytes) == _UNWRITTEN).all()
 
 
-def _expected_of_sequence(q: torch.Tensor, tokens: list[Token], params: AttentionParams) -> torch.Tensor:
+def _expected_of_sequence(q: torch.Tensor, tokens: list[Tokens], params: AttentionParams) -> torch.Tensor:
     """[n, H, Dv] of q fp64 [n, H, Dk], a sequence's last n tokens: both forms are read whole, then a mask takes one."""
-    (n, num_heads, _), num_kv_heads = q.shape, tokens[0].k.shape[0]
-    entry, shift = torch.tensor([t.entry for t in tokens]), torch.tensor([t.shift for t in tokens])
-    k, k_sealed = torch.stack([t.k for t in tokens]), torch.stack([t.k_sealed for t in tokens])  # [J, G, Dk]
-    v, v_sealed = torch.stack([t.v for t in tokens]), torch.stack([t.v_sealed for t in tokens])
-    token, query = torch.arange(len(tokens)), torch.arange(len(tokens) - n, len(tokens))[:, None]
+    (n, num_heads, _), num_kv_heads, seen = q.shape, tokens[0].k.shape[1], sum(map(len, tokens)) - q.shape[0]
+    of_token = [t for t in tokens for _ in range(len(t))]
+    entry, shift = torch.tensor([t.entry for t in of_token]), torch.tensor([t.shift for t in of_token])
+    k, k_sealed = torch.cat([t.k for t in tokens]), torch.cat([t.k_sealed for t in tokens])  # [J, G, Dk]
+    v, v_sealed = torch.cat([t.v for t in tokens]), torch.cat([t.v_sealed for t in tokens])
+    token, query = torch.arange(seen + n), torch.arange(seen, seen + n)[:, None]
     own = entry == entry[query]  # [n, J]
-    hidden = torch.tensor([t.released for t in tokens]) | (token > query)
+    hidden = torch.tensor([t.released for t in of_token]) | (token > query)
     if params.window is not None:
         hidden |= query - token >= params.window
     out = torch.empty(n, num_heads, v.shape[2], dtype=torch.float64)
     for h in range(num_heads):
         g = h // (num_heads // num_kv_heads)
-        scores = torch.empty(n, len(tokens), dtype=torch.float64)
-        for d in shift.unique():
-            turned = turned_back(q[:, h], int(d), params.rope)
+        scores = torch.empty(n, seen + n, dtype=torch.float64)
+        for d in sorted(set(shift.tolist())):
+            turned = turned_back(q[:, h], d, params.rope)
             at_d = torch.where(own, turned @ k[:, g].T, turned @ k_sealed[:, g].T)
             scores = torch.where(shift == d, at_d, scores)
         scores *= params.scale
@@ -254,7 +273,7 @@ def _expected_of_sequence(q: torch.Tensor, tokens: list[Token], params: Attentio
         scores[hidden] = -torch.inf
         if params.sinks is not None:
             scores = torch.cat([scores, params.sinks[h].double().expand(n, 1)], dim=1)
-        weights = scores.softmax(dim=1)[:, : len(tokens)]
+        weights = scores.softmax(dim=1)[:, : seen + n]
         out[:, h] = (weights * own) @ v[:, g] + (weights * ~own) @ v_sealed[:, g]
     return out
 
@@ -307,16 +326,16 @@ class _Builder:
             table[block, column] = pack_page(self.memory.page(layout, gap), layout.k_form, layout.v_form)
         return unpack_page(int(table[block, COLUMN]))[0]
 
-    def tokens(self, entry: int, shift: int, k: torch.Tensor, v: torch.Tensor) -> list[Token]:
-        rows = (k.double(), v.double(), read_back(k, self.forms.k), read_back(v, self.forms.v))
-        return [Token(entry, shift, False, *of_token) for of_token in zip(*(x.unbind() for x in rows), strict=True)]
+    def tokens(self, entry: int, shift: int, k: torch.Tensor, v: torch.Tensor) -> Tokens:
+        k_sealed, v_sealed = read_back(k, self.forms.k), read_back(v, self.forms.v)
+        return Tokens(entry, shift, False, k.double(), v.double(), k_sealed, v_sealed)
 
-    def earlier(self, piece: Piece) -> list[Token]:
+    def earlier(self, piece: Piece) -> Tokens:
         entry = len(self.entries)
         if piece.released:
             self.entries.append((-1, piece.first_row, piece.rows, piece.shift))
-            k, v = (torch.zeros(self.shape.G, d).double() for d in (self.shape.Dk, self.shape.Dv))
-            return [Token(entry, piece.shift, True, k, v, k, v)] * piece.rows
+            k, v = (torch.zeros(piece.rows, self.shape.G, d).double() for d in (self.shape.Dk, self.shape.Dv))
+            return Tokens(entry, piece.shift, True, k, v, k, v)
         block = self.ids.pop()
         k, v = self.rows(self.shape.P)
         write_page(self.place(self.page_table, self.sealed_layout, block), self.sealed_layout, k, v)
@@ -327,7 +346,7 @@ class _Builder:
         part = slice(piece.first_row, piece.first_row + piece.rows)
         return self.tokens(entry, piece.shift, k[part], v[part])
 
-    def current(self, piece: Piece, new: int, open_fresh: bool) -> list[Token]:
+    def current(self, piece: Piece, new: int, open_fresh: bool) -> Tokens:
         """A block with `piece.rows` rows from before the step, and `new` rows of it."""
         s, entry, block = self.shape, len(self.entries), self.ids.pop()
         first_new = piece.first_row + piece.rows
@@ -361,18 +380,64 @@ class _Builder:
                 raw_bytes(address + offset + g * s.P * width, s.P * width)[: count * width] = data
 
 
+class GrowingSequence:
+    """One sequence of T tokens that is computed in chunks of any size, as a cache would hand it to the kernels.
+
+    `batch(n)` says where the next n tokens go; after it was run, `computed(n)` lets full blocks lose their open page.
+    """
+
+    def __init__(self, shape: Shape, forms: Forms, num_tokens: int, seed: int = 0) -> None:
+        self._b = _Builder(shape, forms, -(-num_tokens // shape.P), seed)
+        self.q = torch.randn(num_tokens, shape.H, shape.Dk, generator=self._b.random).to(DTYPES[forms.full])
+        self.k, self.v = self._b.rows(num_tokens)
+        self.seen = 0
+        self._blocks: list[int] = []
+
+    def batch(self, new: int) -> KVBatch:
+        b, p, total = self._b, self._b.shape.P, self.seen + new
+        seals = []
+        for start in range(self.seen // p * p, total, p):
+            if start >= self.seen:
+                self._blocks.append(b.ids.pop())
+            block, is_full = self._blocks[start // p], start + p <= total
+            if b.page_table[block, COLUMN] == 0 and (is_full or b.forms.sealed_is_full):
+                b.place(b.page_table, b.sealed_layout, block)
+            if not is_full and not b.forms.sealed_is_full and b.open_table[block, COLUMN] == 0:
+                b.place(b.open_table, b.open_layout, block)
+            if is_full and not b.forms.sealed_is_full:
+                seals.append((block, start - self.seen if start >= self.seen else -1))
+        rows = [min(p, total - start) for start in range(0, total, p)]
+        return KVBatch(
+            group=b.group,
+            block_tokens=p,
+            page_table=b.page_table.clone(),
+            open_table=b.open_table.clone(),
+            slot_mapping=torch.tensor([self._blocks[i // p] * p + i % p for i in range(self.seen, total)]),
+            query_starts=_int32([0, new]),
+            context_lens=_int32([self.seen]),
+            entry_starts=_int32([0, len(rows)]),
+            entries=_int32([(block, 0, n, 0) for block, n in zip(self._blocks, rows, strict=True)]),
+            seals=_int32(seals).view(-1, 2),
+        )
+
+    def computed(self, new: int) -> None:
+        self.seen += new
+        for block in self._blocks[: self.seen // self._b.shape.P]:
+            self._b.open_table[block] = 0
+
+
 def build(shape: Shape, forms: Forms, plans: Sequence[Plan], seed: int = 0) -> Scenario:
     """Pages, tables and new rows for these sequences, ready for store_kv, seal and paged_attention on `COLUMN`."""
     num_blocks = sum(len(p.earlier) + 2 + p.new // shape.P + 1 for p in plans)
     b = _Builder(shape, forms, num_blocks, seed)
     all_tokens, query_starts, context_lens, entry_starts = [], [0], [], [0]
     for plan in plans:
-        tokens = [token for piece in plan.earlier for token in b.earlier(piece)]
+        tokens = [b.earlier(piece) for piece in plan.earlier]
         left, piece = plan.new, plan.begun or Piece(0)
-        context_lens.append(len(tokens) + piece.rows)
+        context_lens.append(sum(map(len, tokens)) + piece.rows)
         while left:
             new = min(left, shape.P - piece.first_row - piece.rows)
-            tokens += b.current(piece, new, plan.open_fresh)
+            tokens.append(b.current(piece, new, plan.open_fresh))
             left, piece = left - new, Piece(0)
         all_tokens.append(tokens)
         query_starts.append(query_starts[-1] + plan.new)
@@ -390,6 +455,7 @@ def build(shape: Shape, forms: Forms, plans: Sequence[Plan], seed: int = 0) -> S
         seals=_int32(b.seals).view(-1, 2),
     )
     q = torch.randn(query_starts[-1], shape.H, shape.Dk, generator=b.random).to(DTYPES[forms.full])
+    b.memory.keep()
     return Scenario(shape, forms, b.memory, batch, q, torch.cat(b.new_k), torch.cat(b.new_v), all_tokens, b.sealed)
 
 

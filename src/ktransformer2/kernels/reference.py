@@ -6,7 +6,7 @@ once they are done it takes its sealed form, which every later query sees. So th
 
 Knows no thread and no instruction set. Unlike the native kernels it leaves the order of sums to torch, so that results
 may differ in the last bits with the number of rows; all sums are fp32 whatever the dtype of q.
-Invariant: rows outside an entry, released ones and rows of tokens still to come are never read, whatever lies there.
+Invariant: rows outside an entry, released ones, and rows that nobody has written yet are never read.
 """
 
 from __future__ import annotations
