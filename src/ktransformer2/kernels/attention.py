@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -26,6 +27,7 @@ ENVIRONMENT_VARIABLE = "KTRANSFORMER_KERNELS"
 BACKENDS = ("avx512", "avx2", "portable", "reference")  # fastest first
 
 _forced: str | None = None  # by `use_backend`
+_batch_seen: weakref.ref[KVBatch] | None = None  # whose tensors were checked last
 
 
 @cache
@@ -39,8 +41,7 @@ def backend_name() -> str:
     """The backend that the next call takes. Raises ConfigError where the environment names one that cannot run."""
     if _forced is not None:
         return _forced
-    wanted = os.environ.get(ENVIRONMENT_VARIABLE, "")
-    return _checked(wanted, f"{ENVIRONMENT_VARIABLE}={wanted!r}") if wanted else available_backends()[0]
+    return _wanted_backend(os.environ.get(ENVIRONMENT_VARIABLE, ""))
 
 
 @contextmanager
@@ -67,7 +68,7 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, batch: KVBatch, column: int) -> N
 def seal(k: torch.Tensor, v: torch.Tensor, batch: KVBatch, column: int) -> None:
     """Writes the sealed form of every block that becomes full in this step into its page of layer `column`.
 
-    Side effects: writes the pages of `batch.seals`; rows come from k and v or from the open page. Call after `store_kv`.
+    Side effects: writes the pages of `batch.seals`, from k and v or from the open page. Call after `store_kv`.
     """
     _check_rows(k, v, batch, column)
     _backend().seal(k, v, batch, column)
@@ -103,6 +104,11 @@ def _backend() -> Any:
     return _native()
 
 
+@cache
+def _wanted_backend(wanted: str) -> str:
+    return _checked(wanted, f"{ENVIRONMENT_VARIABLE}={wanted!r}") if wanted else available_backends()[0]
+
+
 def _checked(name: str, what: str) -> str:
     if name not in BACKENDS:
         raise ConfigError(f"{what} is unknown; known: {', '.join(BACKENDS)}")
@@ -123,10 +129,21 @@ def _check_rows(k: torch.Tensor, v: torch.Tensor, batch: KVBatch, column: int) -
     assert v.stride(-1) == 1, f"v's channels are {v.stride(-1)} elements apart, not 1"
     num_layers = batch.page_table.shape[1]
     assert 0 <= column < num_layers, f"column {column} of a page table with {num_layers}"
+    if _batch_seen is None or _batch_seen() is not batch:
+        _check_batch(batch)
+
+
+def _check_batch(batch: KVBatch) -> None:
+    """Once per batch, not per layer: a decode step is short."""
+    global _batch_seen
     for name, dtype in _BATCH_DTYPES.items():
         tensor: torch.Tensor = getattr(batch, name)
         assert tensor.dtype == dtype, f"{name} is {tensor.dtype}, not {dtype}"
         assert tensor.is_contiguous(), f"{name} is not contiguous, its strides are {tensor.stride()}"
+    assert batch.page_table.shape == batch.open_table.shape, (
+        f"page_table has shape {tuple(batch.page_table.shape)}, open_table {tuple(batch.open_table.shape)}"
+    )
+    _batch_seen = weakref.ref(batch)
 
 
 _BATCH_DTYPES = {
