@@ -94,6 +94,18 @@ def bench_data() -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Llama with a tokenizer of bytes and a chat template, saved as a model folder."""
+    from ktransformer2.models.demo import random_model
+
+    folder = tmp_path_factory.mktemp("tiny-model")
+    made = random_model("float32")
+    made.model.model.save_pretrained(folder)
+    made.tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The larger data set beside the checkout: KTRANSFORMER_DATA, else ../shared/data.
 

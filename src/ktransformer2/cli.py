@@ -77,13 +77,16 @@ def _reported(command: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(command)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
-        from ktransformer2.errors import ContextLengthError, KTransformerError, OutOfMemoryError
+        from ktransformer2.errors import ConfigError, ContextLengthError, KTransformerError, OutOfMemoryError
 
         try:
             command(*args, **kwargs)
+        except ConfigError as error:
+            _fail(str(error), EXIT_USAGE)
+        except (OutOfMemoryError, ContextLengthError) as error:
+            _fail(str(error), EXIT_DOES_NOT_FIT)
         except KTransformerError as error:
-            fits = not isinstance(error, OutOfMemoryError | ContextLengthError)
-            _fail(str(error), EXIT_FAILED if fits else EXIT_DOES_NOT_FIT)
+            _fail(str(error), EXIT_FAILED)
         except KeyboardInterrupt:
             _fail("interrupted", EXIT_INTERRUPTED)
 
@@ -162,7 +165,8 @@ def run(
         chat = bool(llm.tokenizer.chat_template) and not raw
         chunks = llm.stream_chat([{"role": "user", "content": text}], params) if chat else llm.stream(text, params)
         output = follow(chunks, (lambda _: None) if as_json else _write, console)
-        kv_bytes = llm.cache.stats().used_bytes
+        stats = llm.cache.stats()
+        kv_bytes = stats.peak_committed_bytes + stats.table_bytes
     _write(json.dumps(_run_json(output, kv_bytes, kernels, llm), ensure_ascii=False) + "\n" if as_json else "\n")
     console.print(closing_line(output.usage, kv_bytes), style="bold")
 

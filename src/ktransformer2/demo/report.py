@@ -18,7 +18,7 @@ from ktransformer2.errors import ConfigError
 def memory_table(curve: MemoryCurve) -> Table:
     """Memory at the named moments, next to what a static cache would have held all along."""
     table = Table(title="Memory of the cache")
-    for heading in ("moment", "tokens", "KTransformer2", "of it in use", "static cache", "share"):
+    for heading in ("moment", "tokens", "KTransformer2", "in use", "static", "share"):
         table.add_column(heading, justify="left" if heading == "moment" else "right")
     for sample in curve.moments:
         table.add_row(

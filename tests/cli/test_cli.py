@@ -1,0 +1,212 @@
+"""The command line as a person meets it: what goes where, which exit code, and no traceback."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from ktransformer2 import __version__, cli
+
+CLI = [sys.executable, "-m", "ktransformer2.cli"]
+
+
+def invoke(*arguments: str | Path, stdin: str = "") -> Any:
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], input=stdin)
+
+
+def failed(result: Any, code: int) -> str:
+    """The message of a command that failed as it should: one on stderr, nothing on stdout, no exception."""
+    assert result.exit_code == code, result.stderr
+    assert result.stdout == ""
+    assert isinstance(result.exception, SystemExit), result.exception
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, result.stderr
+    return str(lines[0])
+
+
+def test_help_imports_no_torch() -> None:
+    script = (
+        "import sys\nfrom ktransformer2.cli import main\nsys.argv = ['ktransformer', 'run', '--help']\n"
+        "try:\n    main()\nexcept SystemExit as stop:\n    assert stop.code == 0\n"
+        "print(sorted({'torch', 'transformers', 'numpy', 'rich.console'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "--max-new-tokens" in done.stdout
+    assert done.stderr.strip() == "[]"
+
+
+def test_help_costs_less_than_300_ms() -> None:
+    def cpu_seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([*CLI, "--help"], stdout=subprocess.DEVNULL, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    # The processor's time, and the best of three: what else the machine does is not what is tested.
+    assert min(cpu_seconds() for _ in range(3)) < 0.3
+
+
+def test_version() -> None:
+    assert invoke("--version").stdout == f"ktransformer2 {__version__}\n"
+
+
+def test_run_writes_the_answer_to_stdout_and_its_cost_to_stderr(tiny_model_folder: Path) -> None:
+    result = invoke("run", tiny_model_folder, "--prompt", "Hello", "--max-new-tokens", "5", "--memory", "64MB")
+    assert result.exit_code == 0, result.stderr
+    assert "tokens in" not in result.stdout
+    assert "weights ..." in result.stderr
+    assert "ready in" in result.stderr
+    prompt = "user: Hello\nassistant: "  # one token a byte
+    assert f"{len(prompt)} tokens in (0 cached) | 5 out | first token" in result.stderr
+    assert "KV 0 B" not in result.stderr
+
+
+def test_run_json_is_one_object_with_the_same_answer(tiny_model_folder: Path) -> None:
+    common = ("run", tiny_model_folder, "--max-new-tokens", "6", "--memory", "64MB", "--raw")
+    plain = invoke(*common, "--prompt", "Hello")
+    parsed = json.loads(invoke(*common, "--json", stdin="Hello\n").stdout)
+    assert parsed["text"] + "\n" == plain.stdout
+    assert parsed["prompt_tokens"] == 5
+    assert parsed["new_tokens"] == 6
+    assert parsed["cached_tokens"] == 0
+    assert parsed["finish_reason"] == "length"
+    assert parsed["ttft_s"] > 0
+
+
+def test_run_reads_a_file_before_the_prompt(tiny_model_folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("abc\n", encoding="utf-8")
+    result = invoke(
+        *("run", tiny_model_folder, "--raw", "--file", text, "--prompt", "de", "--json"),
+        *("--max-new-tokens", "1", "--memory", "64MB"),
+    )
+    assert json.loads(result.stdout)["prompt_tokens"] == len("abc\n\nde")
+
+
+def test_run_refuses_what_is_no_text(tiny_model_folder: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.txt"
+    broken.write_bytes(b"\xff\xfe\xff")
+    assert "no UTF-8 text" in failed(invoke("run", tiny_model_folder, "--file", broken), cli.EXIT_FAILED)
+
+
+def test_run_with_an_empty_prompt(tiny_model_folder: Path) -> None:
+    result = invoke("run", tiny_model_folder, "--raw", "--memory", "64MB")
+    assert "prompt is empty" in failed(result, cli.EXIT_FAILED)
+
+
+def test_run_on_a_terminal_without_a_prompt_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    with pytest.raises(typer.Exit) as stop:
+        cli._prompt_text(None, None)
+    assert stop.value.exit_code == cli.EXIT_USAGE
+
+
+def test_unknown_model() -> None:
+    assert "/no/such/model" in failed(invoke("run", "/no/such/model", "-p", "x"), cli.EXIT_FAILED)
+
+
+def test_memory_that_is_too_small_does_not_fit(tiny_model_folder: Path) -> None:
+    result = invoke("run", tiny_model_folder, "-p", "x" * 4000, "--memory", "1MB", "--max-new-tokens", "5000")
+    message = failed(result, cli.EXIT_DOES_NOT_FIT)
+    assert "5000" in message
+    assert "longest" in message
+
+
+def test_prompt_longer_than_the_model_does_not_fit(tiny_model_folder: Path) -> None:
+    result = invoke("run", tiny_model_folder, "-p", "x", "--memory", "64MB", "--max-new-tokens", "200000")
+    assert "131072" in failed(result, cli.EXIT_DOES_NOT_FIT)
+
+
+def test_settings_that_are_wrong_are_usage_errors(tiny_model_folder: Path) -> None:
+    assert "'lots' is not understood" in failed(
+        invoke("run", tiny_model_folder, "-p", "x", "--memory", "lots"), cli.EXIT_USAGE
+    )
+    for arguments in (("--kv", "int4"), ("--max-new-tokens", "0"), ("--temperature", "-1"), ("--no-such-flag",)):
+        result = invoke("run", tiny_model_folder, "-p", "x", *arguments)
+        assert result.exit_code == cli.EXIT_USAGE
+        assert "Usage:" in result.stderr
+
+
+def test_ctrl_c_is_130_without_a_traceback(tiny_model_folder: Path) -> None:
+    command = [*CLI, "run", str(tiny_model_folder), "-p", "x", "--memory", "256MB", "--max-new-tokens", "100000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert os.read(process.stdout.fileno(), 1)  # the answer has begun
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == cli.EXIT_INTERRUPTED
+    assert b"Traceback" not in errors
+    assert errors.rstrip().endswith(b"error: interrupted")
+
+
+def test_bench_hands_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from ktransformer2.bench import run as bench_run
+
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    def main(name: str, **options: Any) -> int:
+        calls.append((name, options))
+        return 5
+
+    monkeypatch.setattr(bench_run, "main", main)
+    result = invoke("bench", "fidelity", "--quick", "--check", "--json", tmp_path / "f.json", "--prompts", "3")
+    assert result.exit_code == 5
+    [(name, options)] = calls
+    assert name == "fidelity"
+    assert options["json_path"] == tmp_path / "f.json"
+    assert options["quick"]
+    assert options["check"]
+    assert options["options"].num_prompts == 3
+
+
+def test_unknown_bench_is_a_usage_error() -> None:
+    assert invoke("bench", "speed").exit_code == cli.EXIT_USAGE
+
+
+def test_demo_on_a_random_model(tmp_path: Path) -> None:
+    png = tmp_path / "plot.png"
+    arguments = ("--source", "random", "--context", "600", "--max-new-tokens", "8", "--memory", "64MB")
+    result = invoke("demo", *arguments, "--json", "--png", png)
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    first, second = found["answers"]
+    assert first["cached_tokens"] == 0
+    assert second["cached_tokens"] > 0.5 * second["prompt_tokens"]
+    assert second["cached_tokens"] % 64 == 0
+    assert first["prompt_tokens"] <= 600 - 8
+    moments = [sample["moment"] for sample in found["samples"] if sample["moment"]]
+    assert moments == ["start", "half read", "contract read", "answer 1", "answer 2", "clear()"]
+    last = found["samples"][-1]
+    assert last["used_bytes"] == 0
+    assert last["held_bytes"] < 0.1 * found["peak_bytes"]
+    assert found["peak_bytes"] < found["static_bytes"]
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_shows_answers_table_plot_and_sentences(tmp_path: Path) -> None:
+    arguments = ("--source", "random", "--context", "600", "--max-new-tokens", "4", "--memory", "64MB")
+    result = invoke("demo", *arguments, "--png", tmp_path / "plot.png")
+    assert result.exit_code == 0, result.stderr
+    for words in ("Question 1:", "Question 2:", "Memory of the cache", "contract read", "clear()", "Reuse: ", " warm"):
+        assert words in result.stdout
+    assert "a small random model" in result.stderr
+
+
+def test_demo_without_room_for_the_text() -> None:
+    result = invoke("demo", "--source", "random", "--context", "100", "--memory", "64MB")
+    assert "raise --context" in failed(result, cli.EXIT_USAGE)
