@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -338,6 +339,25 @@ def test_a_row_that_is_not_finite_spoils_only_its_own_sequence(backend: str) -> 
     others = [row for row in range(starts[-1]) if not starts[2] <= row < starts[3]]
     assert torch.equal(got[others], clean[others])
     assert got[starts[2] + 1, 0].isnan().all()
+
+
+@on_every_backend
+@pytest.mark.parametrize("form", ["fp32", "int8-of-bf16"])
+def test_rows_that_are_only_allotted_are_not_read(backend: str, form: str) -> None:
+    """A block table may reach past the step's tokens: over the rest of the filling block, and a still empty one."""
+    scenario, expected = case_of_feature("ragged", form)
+    batch = scenario.batch
+    starts, entries = batch.entry_starts.tolist(), []
+    for first, stop in pairwise(starts):
+        block, first_row, _, shift = batch.entries[stop - 1].tolist()
+        entries += batch.entries[first : stop - 1].tolist()
+        entries += [[block, first_row, batch.block_tokens - first_row, shift], [0, 0, batch.block_tokens, 0]]
+    reaching = replace(
+        batch,
+        entries=torch.tensor(entries, dtype=torch.int32),
+        entry_starts=batch.entry_starts + torch.arange(len(starts), dtype=torch.int32),
+    )
+    check(scenario, run(replace(scenario.reset(), batch=reaching), PLAIN), expected)
 
 
 @on_every_backend
