@@ -93,7 +93,7 @@ class CacheConfig(_Checked):
     )
     shrink_threshold_ratio: float = knob(
         0.5,
-        "a shrink is due when less than this share of committed memory is used",
+        "a shrink is due when less than this share of the newest chunks is used",
         unit="ratio",
         seed="SHRINK_THRESHOLD",
     )

@@ -28,6 +28,10 @@ class Twin:
 class CacheMachine(RuleBasedStateMachine):
     tables = Bundle("tables")
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: list[Twin] = []
+
     @initialize(
         kv=st.sampled_from(["full", "int8"]),
         hybrid=st.booleans(),
@@ -42,7 +46,6 @@ class CacheMachine(RuleBasedStateMachine):
         )
         self.reach, self.exact_rows = rollback, kv == "full"
         self.published: list[list[int]] = []
-        self.alive: list[Twin] = []
 
     def longest_published(self, tokens: list[int]) -> int:
         """What a cache that forgets nothing would answer to `match`."""
@@ -145,7 +148,9 @@ class CacheMachine(RuleBasedStateMachine):
                 assert held[first:].all() or not twin.plain
 
     def teardown(self) -> None:
-        for twin in list(self.alive):
+        if not hasattr(self, "cache"):
+            return  # `open_cache` itself failed
+        for twin in self.alive:
             self.cache.release(twin.table)
         self.cache.clear()
         stats = self.cache.stats()
@@ -153,7 +158,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 CacheMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestCacheMachine = pytest.mark.slow(CacheMachine.TestCase)
 

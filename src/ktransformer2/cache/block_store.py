@@ -137,8 +137,9 @@ class BlockStore:
         """Move extents so that runs empty and order returns; bytes moved. Handles do not change, only table rows."""
         moved = 0
         for pool in self.pools:
-            if moved < budget_bytes:
-                moved += sum(self._move(pool, move) for move in plan_moves(pool, budget_bytes - moved))
+            # A budget below one extent would never move anything.
+            budget = max(budget_bytes - moved, pool.extent_bytes if not moved else 0)
+            moved += sum(self._move(pool, move) for move in plan_moves(pool, budget))
         return moved
 
     def _move(self, pool: SlabPool, move: Move) -> int:

@@ -71,6 +71,8 @@ class KVCache:
         self._tables: set[BlockTable] = set()  # those that may hold blocks; recounted by check_integrity
         self._owner: tuple[int, int] | None = None
         self._closed = False
+        self._defrag_due = False
+        self._last_publish_s = clock()
 
     # --- finding
 
@@ -198,7 +200,7 @@ class KVCache:
         self._edits.drop_open_rows(table, num_new)
         self._edits.release_passed(table)
         self._residency.counters.computed_tokens += num_new
-        self._residency.counters.tokens_since_shrink_check += num_new
+        self._last_publish_s = self._clock()
 
     def _index_full_blocks(self, table: BlockTable) -> None:
         size = self.config.block_tokens
@@ -330,17 +332,22 @@ class KVCache:
     def maintain(self, finished_requests: int = 0) -> None:
         """Spend a bounded budget: let idle and surplus blocks go, check for a shrink, defragment when due."""
         self._check_owner()
-        counters, config = self._residency.counters, self.config
-        counters.requests_since_defrag += finished_requests
+        counters, config, now = self._residency.counters, self.config, self._clock()
         share = int(config.cached_share_ratio * config.memory_bytes)
-        freed = self._residency.evict_past(share, self._clock() - config.cached_idle_s)
-        if freed or finished_requests or counters.tokens_since_shrink_check >= config.shrink_check_tokens:
-            counters.tokens_since_shrink_check = 0
-            for pool in self._pools():
+        self._residency.evict_past(share, now - config.cached_idle_s)
+        idle = now - self._last_publish_s >= config.cached_idle_s
+        for pool in self._pools():
+            if idle and pool.reclaimable_bytes:
+                pool.trim()  # nothing came for so long that no chunk is kept for it either
+            else:
                 pool.shrink()
-        due = counters.requests_since_defrag >= config.defrag_interval_requests
-        if due or any(pool.fragmentation_ratio > config.max_fragmentation_ratio for pool in self._pools()):
-            self._defragment(config.maintain_bytes)
+        if finished_requests:  # only then do holes appear
+            counters.requests_since_defrag += finished_requests
+            self._defrag_due |= counters.requests_since_defrag >= config.defrag_interval_requests or any(
+                pool.fragmentation_ratio > config.max_fragmentation_ratio for pool in self._pools()
+            )
+        if self._defrag_due:
+            self._defrag_due = self._defragment(config.maintain_bytes) > 0
 
     def defragment(self) -> int:
         """Compact everything now, whatever it takes; bytes moved."""

@@ -20,7 +20,6 @@ class Counters:
     copied_tokens: int = 0
     moved_bytes: int = 0
     defrag_runs: int = 0
-    tokens_since_shrink_check: int = 0
     requests_since_defrag: int = 0
     evictions: dict[str, int] = field(default_factory=dict)
 

@@ -36,6 +36,8 @@ class TableEdits:
             at = self._fill_open(group_table, store, at, end)
             if at < 0:
                 return False
+        # One growth for a whole prompt, and one stretch. Without room for all, blocks are taken one by one by eviction.
+        store.sealed_pool.reserve(max(0, end - at) // size)
         while at < end:
             rows = min(size, end - at)
             keep_open = rows < size or at + rows > end - self._max_rollback_tokens

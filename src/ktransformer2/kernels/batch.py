@@ -44,7 +44,7 @@ class KVBatch:
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """What a layer's attention is. `window`: newest tokens a query sees, itself included. `softcap`: c * tanh(score / c).
+    """What a layer's attention is. `window`: newest tokens a query sees, itself included. `softcap`: c * tanh(x / c).
 
     `sinks` [H]: one extra logit per head that takes part in the softmax and has no value (GPT-OSS).
     `rope` is needed only where an entry has a shift: queries are turned back by it, keys are never touched.
