@@ -24,7 +24,9 @@ def model() -> LlamaForCausalLM:
         max_position_embeddings=256,
         eos_token_id=1,
     )
-    return LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(config)
+    model.train(False)
+    return model
 
 
 def test_greedy_follows_its_own_logits_and_names_their_margins(model: LlamaForCausalLM) -> None:

@@ -9,7 +9,10 @@ from ktransformer2.bench.status import read_status
 
 
 def test_table_aligns_numbers_right_and_text_left() -> None:
-    rows = [{"name": "a", "ms": 1.5, "tokens": 12_000}, {"name": "long", "ms": None, "note": "x"}]
+    rows: list[dict[str, object]] = [
+        {"name": "a", "ms": 1.5, "tokens": 12_000},
+        {"name": "long", "ms": None, "note": "x"},
+    ]
     assert table(rows) == (
         "name   ms  tokens  note\n"
         "a     1.5  12,000\n"
@@ -19,7 +22,7 @@ def test_table_aligns_numbers_right_and_text_left() -> None:
 
 
 def test_rows_of_one_part_stand_together() -> None:
-    rows = [{"part": "one", "x": 1}, {"part": "two", "y": 2}, {"part": "one", "x": 3}]
+    rows: list[dict[str, object]] = [{"part": "one", "x": 1}, {"part": "two", "y": 2}, {"part": "one", "x": 3}]
     assert tables_by_part(rows) == "one\nx\n1\n3\n\ntwo\ny\n2"
 
 

@@ -1,6 +1,6 @@
 """One decode query over a long context in one layer: the kernel against torch, and against the memory it has to read.
 
-Shape: H32 KV8 D128, 32k tokens, random data. Rivals, all on the same rows in contiguous tensors made before the clock starts:
+Shape: H32 KV8 D128, 32k tokens, random data. Rivals, all on the same rows in contiguous tensors made beforehand:
     sdpa_masked_bf16  SDPA with an explicit mask and heads repeated beforehand, its fast path
     sdpa_bf16, sdpa_fp32  SDPA with grouped heads and no mask, what a model without a mask gets
     grouped_bmm       two batched matmuls over grouped heads in bf16, the fair torch rival
@@ -13,9 +13,10 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from ktransformer2.bench.outcome import BenchOptions, Outcome, say
 from ktransformer2.bench.rounds import interleaved, ratio, spread
@@ -93,7 +94,7 @@ def _adjacent_share(batch: KVBatch, step_bytes: int) -> float:
     """Share of successive sealed blocks that lie one behind the other in memory."""
     addresses = [unpack_page(entry)[0] for entry in batch.page_table[batch.entries[:, 0], 0].tolist()]
     sealed = [address for address in addresses if address]
-    pairs = list(zip(sealed, sealed[1:], strict=False))
+    pairs = list(pairwise(sealed))
     return sum(after - before == step_bytes for before, after in pairs) / len(pairs)
 
 
@@ -115,9 +116,9 @@ def _rivals(rows: Rows) -> dict[str, Callable[[], torch.Tensor]]:
         return torch.bmm(torch.softmax(scores, -1), grouped_v)
 
     return {
-        "sdpa_masked_bf16": lambda: F.scaled_dot_product_attention(q, repeated_k, repeated_v, attn_mask=mask),
-        "sdpa_fp32": lambda: F.scaled_dot_product_attention(q32, k32, v32, enable_gqa=True),
-        "sdpa_bf16": lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        "sdpa_masked_bf16": lambda: sdpa(q, repeated_k, repeated_v, attn_mask=mask),
+        "sdpa_fp32": lambda: sdpa(q32, k32, v32, enable_gqa=True),
+        "sdpa_bf16": lambda: sdpa(q, k, v, enable_gqa=True),
         "grouped_bmm": grouped_bmm,
     }
 
@@ -125,7 +126,7 @@ def _rivals(rows: Rows) -> dict[str, Callable[[], torch.Tensor]]:
 def _max_rel_error(output: torch.Tensor, rows: Rows) -> float:
     """Norm of the difference over norm of the fp64 reference, per head, the largest."""
     q, k, v = (tensor.double() for tensor in rows.contiguous)
-    exact = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)[0, :, 0]  # [H, D]
+    exact = sdpa(q, k, v, enable_gqa=True)[0, :, 0]  # [H, D]
     return float(((output[0].double() - exact).norm(dim=-1) / exact.norm(dim=-1)).max())
 
 

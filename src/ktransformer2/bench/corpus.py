@@ -1,4 +1,4 @@
-"""The texts and traces that scenarios use, and prompts drawn from them by seed. Knows no model: it is handed an encoder.
+"""The texts and traces that scenarios use, and prompts drawn by seed. Knows no model: it is handed an encoder.
 
 The data lie in `benchmarks/data` of the repository; `KTRANSFORMER_DATA` names another folder of the same shape.
 """
@@ -40,7 +40,8 @@ def data_folder() -> Path:
         if (place / "traces").is_dir():
             return place
     raise ConfigError(
-        f"no bench data in {places[0]}; run from a clone of the repository or set KTRANSFORMER_DATA to its benchmarks/data"
+        f"no bench data in {places[0]}; run from a clone of the repository, or set KTRANSFORMER_DATA to its "
+        "benchmarks/data"
     )
 
 

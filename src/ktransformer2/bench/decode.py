@@ -1,8 +1,8 @@
-"""Decoding behind a long prompt on one model: the engine with its shipped defaults beside transformers, with its caches.
+"""Decoding behind a long prompt on one model: the engine with its shipped defaults beside transformers and its caches.
 
-Rivals: StaticCache, and DynamicCache with an explicit mask (transformers at its best is the faster of the two), and stock
-`generate`. All contenders hold the same prompt and decode a few tokens each in every round. The time to the first token is
-taken from prefills of an empty cache. Ratios are the rival's time over ours: above 1 we are faster.
+Rivals: StaticCache, and DynamicCache with an explicit mask (transformers at its best is the faster of the two), and
+stock `generate`. All contenders hold the same prompt and decode a few tokens each in every round. The time to the first
+token is taken from prefills of an empty cache. Ratios are the rival's time over ours: above 1 we are faster.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The configuration a figure was measured under: versions, processor, threads, kernels, every setting. Changes nothing."""
+"""What a figure was measured under: versions, processor, threads, kernels, every setting. Changes nothing."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 Prompts drawn from real texts run alone, warm, and in two of the ways of `greedy_modes`. A first difference from the
 reference is judged by the reference's own numbers:
     fp32    a mismatch where the reference's margin between its two best logits exceeds 1e-3
-    bf16    a near-tie where the margin in fp32 lies below the reference's own spread (batch 1, batch 8, chunked), else a
-            mismatch; at most 1 prompt in 20 may have near-ties
+    bf16    a near-tie where the margin in fp32 lies below the reference's own spread (batch 1, batch 8, chunked),
+            else a mismatch; at most 1 prompt in 20 may have near-ties
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ktransformer2.bench import int8_quality
-from ktransformer2.bench.corpus import DrawnPrompt, Drawing, draw_prompts, text_of
+from ktransformer2.bench.corpus import Drawing, DrawnPrompt, draw_prompts, text_of
 from ktransformer2.bench.greedy_modes import BATCH_SIZE, DRAWN_MODES, Answer, GreedyModes
 from ktransformer2.bench.outcome import BenchOptions, Outcome, say
 from ktransformer2.bench.reference import GreedyRun, Reference
@@ -44,7 +44,7 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """All answers of one dtype. `answers[mode]`, `taken[mode]`: answers compared, and those whose way left its trace."""
+    """All answers of one dtype: per mode those compared (`answers`), and those whose way left its trace (`taken`)."""
 
     dtype: str
     answers: Counter[str] = field(default_factory=Counter)
@@ -144,7 +144,7 @@ def batches(drawn: Sequence[DrawnPrompt], everyone: Sequence[DrawnPrompt]) -> li
 
 
 def run(options: BenchOptions) -> Outcome:
-    """Greedy answers in fp32 and bf16, and the quality of int8. `dtype` limits it to one of the two; int8 goes with fp32."""
+    """Greedy answers in fp32 and bf16, and the quality of int8. `dtype` chooses one of the two; int8 goes with fp32."""
     drawing = Drawing(
         options.num_prompts or (_QUICK_PROMPTS if options.quick else _FULL_PROMPTS),
         options.max_tokens or (_QUICK_TOKENS if options.quick else _FULL_TOKENS),

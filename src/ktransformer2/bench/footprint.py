@@ -2,9 +2,9 @@
 
     python -m ktransformer2.bench.footprint PEAK_BYTES [MODEL DTYPE]    prints one JSON object
 
-Without a model: sequences of 8,192 tokens until the peak is committed, every page written. Then (1) `clear()`; and, after a
-second peak, (2) nothing but time: the clock passes `cached_idle_s` and `maintain` runs. With a model the peak is one prompt
-through the engine.
+Without a model: sequences of 8,192 tokens until the peak is committed, every page written. Then (1) `clear()`; and,
+after a second peak, (2) nothing but time: the clock passes `cached_idle_s` and `maintain` runs. With a model the peak
+is one prompt through the engine.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ def touch(batch: KVBatch) -> None:
     extent_bytes = {
         form: ExtentLayout.uniform(group, size, form).extent_bytes for form in (Form.FP32, Form.BF16, Form.INT8)
     }
+    blocks = sorted(set(batch.entries[:, 0].tolist()))
     for table in (batch.page_table, batch.open_table):
-        for entry in table[batch.entries[:, 0].unique().long(), 0].tolist():
+        for entry in table[blocks, 0].tolist():
             if entry:
                 address, form, _ = unpack_page(entry)
                 ctypes.memset(address, 1, extent_bytes[form])

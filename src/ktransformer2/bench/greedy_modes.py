@@ -1,7 +1,7 @@
 """Ways to answer one prompt that must not change the answer: batched, chunked, preempted, from a hit, forked, moved.
 
-Every way drives the engine and `KVCache` as anybody can, at model precision (`kv="full"`). An `Answer` carries the evidence
-that its way was taken. Knows no reference.
+Every way drives the engine and `KVCache` as anybody can, at model precision (`kv="full"`). An `Answer` carries the
+evidence that its way was taken. Knows no reference.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class GreedyModes:
         return [Answer("chunked", output.token_ids, -(-len(prompt) // chunk) - 1)]
 
     def _preempted(self, prompt: Sequence[int], rng: random.Random) -> list[Answer]:
-        """Behind an older request, in memory that holds all of it and one block of the other, which comes to need two."""
+        """Behind an older request, in memory that holds all of it and one block of the other, which comes to need 2."""
         size = self._full.block_tokens
         with self._session() as session:
             room = session.cache.bytes_for(-(-(len(prompt) + self.num_new) // size) * size)

@@ -1,7 +1,7 @@
 """Memory that follows the text: what is held for real lengths, what is given back, and what it costs a step.
 
-Four parts: length traces replayed through the cache (`replay`), one sequence of a million tokens, the process after a peak
-(`footprint`), decode steps while memory grows (`step_times`), requests a minute under one budget (`throughput`).
+Parts: length traces replayed through the cache (`replay`), one sequence of a million tokens, the process after a
+peak (`footprint`), decode steps while memory grows (`step_times`), requests a minute under one budget (`throughput`).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _replay_summary(figures: Sequence[ReplayFigures]) -> dict[str, float]:
 
 
 def _million(num_tokens: int) -> tuple[float, Row]:
-    """One sequence in three layers of SmolLM2's shape (a ratio does not depend on their number), in steps of 512 tokens."""
+    """One sequence in three layers of SmolLM2's shape (their number does not change a ratio), 512 tokens a step."""
     say(f"one sequence of {num_tokens:,} tokens")
     cache = KVCache(geometry(3, 3, 64, num_tokens), CacheConfig())
     table = cache.new_table()
@@ -151,7 +151,8 @@ def _with_model(options: BenchOptions, dtype: str) -> tuple[list[Row], dict[str,
 def _step_rows(model: CausalModel, num_steps: int) -> tuple[list[Row], float]:
     say(f"{num_steps} decode steps while memory grows, beside a control")
     living, control = step_times.compare(model, num_steps)
-    assert living.growth_events and living.moved_bytes, f"nothing grew or moved: {living}"
+    assert living.growth_events, "nothing grew"
+    assert living.moved_bytes, "nothing was moved"
     rows = [_steps_row(name, times) for name, times in (("growing", living), ("control", control))]
     return rows, living.p99_over_p50 / control.p99_over_p50
 

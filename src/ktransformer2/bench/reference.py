@@ -1,7 +1,7 @@
-"""The rival: an unmodified transformers model with its own caches. The only file of this room that imports transformers.
+"""The rival: an unmodified transformers model with its own caches. No other file of this room imports transformers.
 
-Greedy answers with the margin of every choice, the spread of the model's own logits, and three ways to decode. Knows nothing
-of the package's cache. Invariant: end tokens are never special here, so that every answer has the length asked for.
+Greedy answers with the margin of every choice, the spread of the model's own logits, and three ways to decode. Knows
+nothing of the package's cache. Invariant: end tokens are never special here: an answer has the length asked for.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,13 +38,17 @@ def _cache_keyword(model: PreTrainedModel) -> str:
 def _greedy_config(model: PreTrainedModel, num_new: int, **more: Any) -> Iterator[None]:
     """`generate` fills what a config leaves at None from the model's own, so the model's own is exchanged."""
     before = model.generation_config
-    model.generation_config = GenerationConfig(
-        do_sample=False, max_new_tokens=num_new, eos_token_id=None, pad_token_id=0, **more
-    )
+    values = {"do_sample": False, "max_new_tokens": num_new, "eos_token_id": None, "pad_token_id": 0, **more}
+    model.generation_config = GenerationConfig.from_dict(values)
     try:
         yield
     finally:
         model.generation_config = before
+
+
+def _generate(model: PreTrainedModel, ids: torch.Tensor, **more: Any) -> Any:
+    generate: Any = model.generate  # its annotations are a mixin's, which a checker takes for a tensor
+    return generate(ids, attention_mask=torch.ones_like(ids), **more)
 
 
 class Reference:
@@ -58,9 +63,8 @@ class Reference:
         ids = torch.tensor([list(prompt)])
         more = {"output_logits": True, "return_dict_in_generate": True}
         with torch.inference_mode(), _greedy_config(self.model, num_new, **more):
-            found = self.model.generate(
-                ids, attention_mask=torch.ones_like(ids), **{self._cache: DynamicCache(config=self.model.config)}
-            )
+            cache = DynamicCache(config=self.model.config)
+            found = _generate(self.model, ids, **{self._cache: cache})
         best = [logits[0].float().topk(2).values for logits in found.logits]
         return GreedyRun(tuple(found.sequences[0, len(prompt) :].tolist()), tuple(float(b[0] - b[1]) for b in best))
 
@@ -70,7 +74,7 @@ class Reference:
         cache = DynamicCache(config=self.model.config)
         logits = torch.empty(0)
         with torch.inference_mode():
-            for part in rows.split(chunk or rows.shape[1], dim=1):
+            for part in torch.split(rows, chunk or rows.shape[1], dim=1):
                 logits = self.model(input_ids=part, logits_to_keep=1, **{self._cache: cache}).logits
         return logits[0, -1].float()
 
@@ -159,9 +163,7 @@ class HFDecoder:
         times = _TokenTimes()
         ids = torch.tensor([self.token_ids])
         with _greedy_config(self.model, num_tokens + 1):
-            found = self.model.generate(
-                ids, attention_mask=torch.ones_like(ids), streamer=times, **{self._keyword: self._cache}
-            )
+            found = _generate(self.model, ids, streamer=times, **{self._keyword: self._cache})
         self.token_ids = found[0].tolist()
         stamps = times.at[1:]  # the first `put` is the prompt
-        return [after - before for before, after in zip(stamps, stamps[1:], strict=False)]
+        return [after - before for before, after in pairwise(stamps)]

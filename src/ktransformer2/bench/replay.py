@@ -1,8 +1,9 @@
 """A length trace driven through `KVCache` without a model: what memory is held, step by step, and what it is held for.
 
 The steps are those of the engine: decodes first, then prompts in chunks, in order of arrival; the newest sequence is
-preempted when there is no room. Time is virtual: a step takes `STEP_S`, arrivals are the trace's; what is held is looked at
-every fourth step. Nothing is written into the pages. Prompts share no prefix (the traces hold no text), so every reuse would be a fault.
+preempted when there is no room. Time is virtual: a step takes `STEP_S`, arrivals are the trace's; what is held is
+looked at every fourth step. Nothing is written into the pages. Prompts share no prefix (the traces hold no text), so
+every reuse would be a fault.
 """
 
 from __future__ import annotations

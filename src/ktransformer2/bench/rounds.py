@@ -1,7 +1,7 @@
 """Interleaved rounds, medians and their intervals. Knows nothing of what is timed.
 
-Contenders take turns inside every round, in an order drawn anew each round, so that a slow minute of the machine hits all
-of them. Ratios are taken inside a round, then their median: the drift between rounds cancels.
+Contenders take turns inside every round, in an order drawn anew each round, so that a slow minute of the machine hits
+all of them. Ratios are taken inside a round, then their median: the drift between rounds cancels.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def main(
 
 
 def show_status(results: list[Path], check: bool = False, path: Path = status.STATUS_PATH) -> int:
-    """Print every must-show key, after putting `results` in. Returns 5 where `check` is set and a key is red, else 0."""
+    """Print every must-show key, after putting `results` in. Returns 5 where `check` is set and a key is red."""
     if results:
         entries, ignored = status.update_status(results, path)
         for result in ignored:

@@ -1,4 +1,4 @@
-"""The status of every must-show key: its target, its last value, and whether that holds. Kept in one JSON file in the repo.
+"""The status of every must-show key: its target, its last value, whether that holds. Kept in one JSON file in the repo.
 
 Only full runs count: a result of `--quick` or of a bounded run changes nothing here.
 Invariant: the file holds exactly the keys of `targets.TARGETS`; a key without a value is `unknown`.

@@ -1,9 +1,9 @@
 """Decode steps while memory grows and is defragmented, beside a control whose memory was committed beforehand.
 
 Two engines on one model take turns step by step, so that both meet the same machine. The living one has the shipped
-defaults: its long answers grow block by block, and between them lie the blocks of short answers that have become idle, so
-that the defragmenter has work. The control has a chunk that covers everything, written once before the clock starts, and
-its defragmenter never comes.
+defaults: its long answers grow block by block, and between them lie the blocks of short answers that have become idle,
+so that the defragmenter has work. The control has a chunk that covers everything, written once before the clock starts,
+and its defragmenter never comes.
 """
 
 from __future__ import annotations

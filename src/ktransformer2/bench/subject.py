@@ -1,6 +1,6 @@
 """The model that the scenarios run: the pinned SmolLM2-135M-Instruct, or what the caller names. There is no fallback.
 
-Importing this imports transformers, through the loader: scenarios that can do without a model import it where they need it.
+Importing this imports transformers, through the loader: what can do without a model imports it where it is needed.
 """
 
 from __future__ import annotations

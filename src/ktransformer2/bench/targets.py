@@ -16,7 +16,7 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {"<=": operator.le, ">=": 
 
 @dataclass(frozen=True)
 class Target:
-    """A key of a scenario's summary. `relation` is <=, >=, == or `reported`, which has no bound and cannot be broken."""
+    """A key of a scenario's summary. `relation` is <=, >=, == or `reported`, which has no bound to break."""
 
     bench: str
     key: str

@@ -1,8 +1,8 @@
 """Requests a minute under one budget: the paged int8 cache beside static reservation, on the same engine and kernels.
 
-The budget is that of two static 8,192-token sequences in bf16. Static means: two sequences at once, each with room for 8,192
-tokens, in the model's precision. Both engines take turns step by step until their requests are done; only the time of
-their own steps counts.
+The budget is that of two static 8,192-token sequences in bf16. Static means: two sequences at once, each with room for
+8,192 tokens, in the model's precision. Both engines take turns step by step until their requests are done; only the
+time of their own steps counts.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def _request(row: list[str], where: str) -> TraceRequest:
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """The requests of a trace that have a prompt and an answer. Raises ConfigError, with the line, for a broken file."""
+    """The requests that have a prompt and an answer. Raises ConfigError, with the line, for a broken file."""
     raw = path.read_bytes()
     text = gzip.decompress(raw) if path.suffix == ".gz" else raw
     rows = csv.reader(io.StringIO(text.decode()))
