@@ -378,3 +378,16 @@ def test_memory_goes_back_after_clear() -> None:
     assert cache.stats().committed_bytes == 0
     assert cache.resident_bytes() == 0
     cache.check_integrity()
+
+
+@BOTH
+def test_capacity_holds_what_it_says_also_with_a_window_and_large_steps(kv: str) -> None:
+    cache = make_cache(FULL_GROUP, WINDOW_GROUP, kv=kv, memory_bytes=600 * 1024, min_chunk_tokens=16)
+    capacity = cache.capacity_tokens(chunk_tokens=128)
+    assert cache.bytes_for(capacity, 128) <= 600 * 1024 < cache.bytes_for(capacity + 16, 128)
+    table = cache.new_table()
+    for at in range(0, capacity, 128):
+        assert append(cache, table, [7] * min(128, capacity - at))
+    assert table.num_tokens == capacity
+    assert not cache.allocate(table, 129)
+    cache.check_integrity()

@@ -385,23 +385,30 @@ class KVCache:
         """What the system counts as resident of the cache's address range."""
         return self._arena.resident_bytes()
 
-    def bytes_for(self, num_tokens: int) -> int:
-        """The bytes one sequence of `num_tokens` needs, its filling block and page tables included."""
+    def bytes_for(self, num_tokens: int, chunk_tokens: int = 0) -> int:
+        """The most bytes one sequence of `num_tokens` needs, its filling block and page tables included.
+
+        `chunk_tokens`: the largest step; a windowed group holds a step's rows whole before the window passes them.
+        """
         size, total = self.config.block_tokens, 0
         for store in self._residency.stores:
             window = store.group.window
-            # A step's chunk is held whole before the window passes it; one block of slack covers the window's edge.
-            held = num_tokens if window is None else min(num_tokens, window + 2 * size)
+            # Two blocks of slack: the window and the chunk may both begin inside one.
+            held = num_tokens if window is None else min(num_tokens, window + chunk_tokens + 2 * size)
             total += held // size * store.sealed_layout.extent_bytes + store.open_layout.extent_bytes
             total += store.table_bytes_for(-(-num_tokens // size) + 1)
         return total
 
-    def capacity_tokens(self) -> int:
-        """The most tokens that one sequence can hold under the limit."""
+    def capacity_tokens(self, chunk_tokens: int = 0) -> int:
+        """The most tokens that one sequence can hold under the limit, read in steps of `chunk_tokens`."""
         low, high = 0, 1 << 40
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.bytes_for(middle) <= self.config.memory_bytes else (low, middle - 1)
+            low, high = (
+                (middle, high)
+                if self.bytes_for(middle, chunk_tokens) <= self.config.memory_bytes
+                else (low, middle - 1)
+            )
         return low
 
     def check_integrity(self) -> None:

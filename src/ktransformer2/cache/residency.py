@@ -27,7 +27,7 @@ class Residency:
         self.indexes = [PrefixIndex() for _ in stores]
         self.counters = Counters()
         self._clock = clock
-        self._lru = LeavesFirstLRU(lambda block: self.indexes[block.group].is_leaf(block))
+        self._lru = LeavesFirstLRU(self._is_leaf)
         self.cached_bytes = 0
 
     def refer(self, block: Block) -> None:
@@ -80,6 +80,11 @@ class Residency:
     def evict_all(self) -> None:
         while self.evict_one("clear"):
             pass
+
+    def _is_leaf(self, block: Block) -> bool:
+        """Whether no other block becomes useless without this one; a window needs none of what it has passed."""
+        windowed = self.stores[block.group].group.window is not None
+        return windowed or self.indexes[block.group].is_leaf(block)
 
     def _evict(self, block: Block, cause: str) -> None:
         store, index = self.stores[block.group], self.indexes[block.group]

@@ -25,7 +25,7 @@ class Admission:
     def __init__(self, model: CausalModel, cache: KVCache, vocabulary: Vocabulary, config: EngineConfig) -> None:
         self._vocab_size = model.vocab_size
         self._max_positions = model.geometry.max_positions
-        self._capacity_tokens = cache.capacity_tokens()
+        self._capacity_tokens = cache.capacity_tokens(config.max_step_tokens)
         self._cache, self._vocabulary, self._config = cache, vocabulary, config
 
     def check(self, prompt_ids: abc.Sequence[int], params: SamplingParams) -> SamplingParams:
@@ -69,7 +69,7 @@ class Admission:
         if prompt + reserve <= capacity:
             return
         limit = self._cache.config.memory_bytes
-        need = self._cache.bytes_for(prompt + reserve)
+        need = self._cache.bytes_for(prompt + reserve, self._config.max_step_tokens)
         raise OutOfMemoryError(
             f"a prompt of {prompt} tokens and a reserve of {reserve} for the answer need {prompt + reserve} tokens in "
             f"the cache, which are {_megabytes(need)}; the memory limit of {_megabytes(limit)} holds {capacity}. "
