@@ -15,6 +15,7 @@ from ktransformer2.errors import ModelError, ModelFileError
 from ktransformer2.models import demo
 from ktransformer2.models.demo import GGUF_MEMBER, demo_model, random_model, smollm2_from_wheel
 from ktransformer2.models.loading import LoadedModel, load_model
+from ktransformer2.models.store import cache_directory
 from tests.models.paged import greedy
 from tests.models.tiny import one_by_one
 
@@ -94,7 +95,7 @@ def test_the_source_says_why_others_did_not_work(tmp_path: Path, monkeypatch: py
 
 @pytest.fixture(scope="session")
 def wheel(repository: Path) -> Path:
-    """The pinned wheel: KTRANSFORMER_WHEEL, else where `make` keeps it. KTRANSFORMER_REQUIRE_DATA=1 forbids the skip."""
+    """The pinned wheel: KTRANSFORMER_WHEEL, else where `make` keeps it. KTRANSFORMER_REQUIRE_DATA=1: no skip."""
     place = Path(os.environ.get("KTRANSFORMER_WHEEL") or repository / ".cache" / "wheels" / WHEEL)
     if not place.is_file():
         word = f"the model wheel is missing: {place}"
@@ -104,9 +105,20 @@ def wheel(repository: Path) -> Path:
     return place
 
 
+@pytest.fixture(scope="session")
+def user_cache() -> str | None:
+    """The cache directory that was set before any test set its own."""
+    return os.environ.get("KTRANSFORMER_CACHE")
+
+
 @pytest.mark.slow
-def test_smollm2_out_of_the_wheel_answers_like_generate(wheel: Path, tmp_path: Path) -> None:
-    loaded = load_model(smollm2_from_wheel(tmp_path, wheel), dtype="float32")
+def test_smollm2_out_of_the_wheel_answers_like_generate(
+    wheel: Path, user_cache: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KTRANSFORMER_CACHE")  # the converted model may lie there already; converting takes a while
+    if user_cache is not None:
+        monkeypatch.setenv("KTRANSFORMER_CACHE", user_cache)
+    loaded = load_model(smollm2_from_wheel(cache_directory(), wheel), dtype="float32")
     group = loaded.model.geometry.groups[0]
     assert (len(group.layers), group.num_kv_heads, group.k_head_size) == (30, 3, 64)
     assert loaded.model.geometry.max_positions == 8192

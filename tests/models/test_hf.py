@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,14 +16,6 @@ from tests.models.tiny import FAMILIES, one_by_one, tiny
 
 # Longer than the window of 12, longer than a block of 16, and shorter than both.
 PROMPTS = [list(range(3, 44)), [7, 100, 12, 5, 9], [(i * 37) % 200 + 2 for i in range(19)]]
-
-
-@pytest.fixture(autouse=True)
-def few_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -98,12 +89,13 @@ def test_layers_without_rope_have_their_own_group(family: str) -> None:
     assert [rope is None for rope in geometry.rope] == [False, True]
 
 
-def test_the_two_head_sizes_of_a_layer_may_differ() -> None:
-    model = tiny("llama")
-    for layer in model.model.layers:
-        attention = layer.self_attn
-        attention.v_proj = torch.nn.Linear(64, 2 * 16, bias=False)
-    assert HFModel(model).geometry.groups[0].v_head_size == 16
+def test_heads_of_different_size_and_number_make_groups() -> None:
+    geometry = HFModel(tiny("mimo_v2_flash")).geometry
+    assert [(g.layers, g.num_kv_heads, g.k_head_size, g.v_head_size, g.window) for g in geometry.groups] == [
+        ((0, 2), 1, 24, 16, None),
+        ((1, 3), 2, 24, 16, 12),
+    ]
+    assert [rope and rope.rotary_size for rope in geometry.rope] == [8, 8]
 
 
 @pytest.mark.parametrize(
@@ -177,8 +169,9 @@ def test_half_precision_is_refused_on_a_cpu() -> None:
         HFModel(tiny("llama", dtype=torch.float16))
 
 
-def test_bf16_weights_give_a_bf16_cache() -> None:
-    served = HFModel(tiny("llama", dtype=torch.bfloat16))
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "glm", "cohere2"])
+def test_bf16_weights_give_a_bf16_cache(family: str) -> None:
+    served = HFModel(tiny(family, dtype=torch.bfloat16))
     assert served.geometry.full_form is Form.BF16
     assert served.geometry.shift_refused == ""
 

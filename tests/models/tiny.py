@@ -41,6 +41,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm": {},
     "starcoder2": {"sliding_window": None},
     "gpt_neox": {"rotary_pct": 0.25, "num_key_value_heads": None},
+    "mimo_v2_flash": {
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "sliding_window": 12,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "gpt2": {"n_positions": 256, "n_embd": 64, "n_head": 4, "n_layer": 4},
 }
 
