@@ -57,7 +57,7 @@ struct Span {
     int64_t k_stride, v_stride;  // elements between rows of a full form
     int lo, hi;             // rows [lo, hi) may be read
     int logical;            // logical index of row 0
-    int shift;
+    int entry, shift;
     bool own;               // rows see only up to themselves
 };
 
@@ -152,6 +152,7 @@ struct TileRun {
         const int entry_logical = item.entry_logical[entry_index];
         Span span{};
         span.own = own;
+        span.entry = entry_index;
         span.shift = entry.shift;
         span.logical = entry_logical - entry.first_row + part * kSpanTokens;
         const int last = tile.logical + tile.num_tokens;  // one past the newest query
@@ -204,6 +205,11 @@ struct TileRun {
         for (int t = span.hi; t < kSpanTokens; ++t) to[t] = 0.0f;
     }
 
+    static void fetch_scales(const Section& section) {
+        if (section.form != Form::int8) return;
+        for (int t = 0; t < kSpanTokens; t += 32) V::prefetch(section.scales + t);
+    }
+
     // keys[channel][row], so that a score needs no horizontal sum.
     void transpose_keys(const Span& span) const {
         with_form(span.k.form, span.k.rows, [&](auto* base) {
@@ -245,6 +251,8 @@ struct TileRun {
         }
         load_scales(span.k, span, s.k_scales);
         load_scales(span.v, span, s.v_scales);
+        fetch_scales(next.k);
+        fetch_scales(next.v);
         int64_t value_stride = 0;
         const float* values = span.v.form == Form::int8 ? nullptr : float_values(span, value_stride);
         const int tiles = (rows + kMaxRows - 1) / kMaxRows;
@@ -273,16 +281,20 @@ struct TileRun {
         const int begin = least & ~15, end = (most + 15) & ~15;
         alignas(64) float scores[NR][kSpanTokens];
         alignas(64) int16_t codes[NR][kSpanTokens];
-        float factor[NR], value_scale[NR];
+        float scale[NR], factor[NR], value_scale[NR];
         if (span.k.form == Form::int8) {
             int8_scores<NR>(span, next, first, begin, end, scores);
         } else {
             float_scores<NR>(first, begin, end, scores);
         }
         for (int r = 0; r < NR; ++r) {
-            const float scale = span.k.form == Form::int8 ? s.query_scales[first + r] : call.scale;
-            factor[r] = softmax(scores[r], scale, begin, end, lo[r], hi[r], first + r);
-            if (span.v.form == Form::int8) value_scale[r] = code_weights(scores[r], codes[r], begin, end);
+            scale[r] = span.k.form == Form::int8 ? s.query_scales[first + r] : call.scale;
+        }
+        scale_scores<NR>(first, begin, end, lo, hi, scale, scores, factor);
+        if (span.v.form == Form::int8) {
+            int8_weights<NR>(first, begin, end, scores, factor, codes, value_scale);
+        } else {
+            float_weights<NR>(first, begin, end, scores, factor);
         }
         float* acc = s.acc + first * dv;
         if (span.v.form == Form::int8) {
@@ -298,16 +310,16 @@ struct TileRun {
                      float (*scores)[kSpanTokens]) const {
         const auto* keys = reinterpret_cast<const int8_t*>(span.k.rows);
         const int16_t* codes = s.codes + first * dk;
-        const int64_t ahead = next.k.rows - span.k.rows;
         const bool fetch = first == 0 && next.k.form == Form::int8;
+        constexpr int64_t stride = kKeyTileTokens * kTileDepth;
+        const int groups = heads.k_size / kTileDepth;
         for (int t = begin; t < end; t += V::W) {
             const int8_t* at = keys + int64_t{t & ~15} * heads.k_size + (t & 15) * kTileDepth;
             const auto done = [&](int r, vf sum) { V::store(scores[r] + t, sum); };
-            constexpr int64_t stride = kKeyTileTokens * kTileDepth;
-            if (fetch && (t & 15) == 0) {
-                int8_tile<V, NR, true>(codes, dk, at, stride, heads.k_size / kTileDepth, ahead, done);
+            if (fetch) {
+                int8_tile<V, NR, true>(codes, dk, at, stride, groups, next.k.rows + int64_t{t} * heads.k_size, done);
             } else {
-                int8_tile<V, NR, false>(codes, dk, at, stride, heads.k_size / kTileDepth, 0, done);
+                int8_tile<V, NR, false>(codes, dk, at, stride, groups, nullptr, done);
             }
         }
     }
@@ -326,53 +338,88 @@ struct TileRun {
         }
     }
 
-    // Scores become weights exp(score - m) in place. Returns what the row's earlier sums must be multiplied with.
-    float softmax(float* scores, float scale, int begin, int end, int lo, int hi, int row) const {
-        const vf row_scale = V::set1(scale);
-        vf top = V::set1(kMinusInfinity);
-        const bool whole = lo <= begin && hi >= end;
-        for (int t = begin; t < end; t += V::W) {
-            vf score = V::mul(V::load(scores + t), V::mul(row_scale, V::load(s.k_scales + t)));
-            if (call.softcap > 0) {
-                const vf cap = V::set1(call.softcap);
-                score = V::mul(cap, tanh<V>(V::div(score, cap)));
-            }
-            if (!whole) {
-                const vf at = V::add(V::iota(), V::set1(static_cast<float>(t)));
-                score = V::select(V::less(at, V::set1(static_cast<float>(lo))), V::set1(kMinusInfinity), score);
-                score = V::select(V::less(at, V::set1(static_cast<float>(hi))), score, V::set1(kMinusInfinity));
-            }
-            V::store(scores + t, score);
-            top = V::max(score, top);
+    // The rows of a tile go side by side through the next three functions, so that one's latency hides another's.
+
+    // Products become scores in place; factor[r] is what the row's earlier sums must be multiplied with.
+    template <int NR>
+    void scale_scores(int first, int begin, int end, const int* lo, const int* hi, const float* scale,
+                      float (*scores)[kSpanTokens], float* factor) const {
+        vf top[NR];
+        bool whole = true;
+        for (int r = 0; r < NR; ++r) {
+            top[r] = V::set1(kMinusInfinity);
+            whole = whole && lo[r] <= begin && hi[r] >= end;
         }
-        const float before = s.m[row], now = larger(before, V::reduce_max(top));
-        const float base = now == kMinusInfinity ? 0.0f : now;
-        vf sum = V::set1(0.0f);
         for (int t = begin; t < end; t += V::W) {
-            const vf weight = exp<V>(V::sub(V::load(scores + t), V::set1(base)));
-            V::store(scores + t, weight);
-            sum = V::add(sum, weight);
+            const vf k_scale = V::load(s.k_scales + t);
+            const vf at = V::add(V::iota(), V::set1(static_cast<float>(t)));
+            for (int r = 0; r < NR; ++r) {
+                vf score = V::mul(V::load(scores[r] + t), V::mul(V::set1(scale[r]), k_scale));
+                if (call.softcap > 0) {
+                    const vf cap = V::set1(call.softcap);
+                    score = V::mul(cap, tanh<V>(V::div(score, cap)));
+                }
+                if (!whole) {
+                    const vf hidden = V::set1(kMinusInfinity);
+                    score = V::select(V::less(at, V::set1(static_cast<float>(lo[r]))), hidden, score);
+                    score = V::select(V::less(at, V::set1(static_cast<float>(hi[r]))), score, hidden);
+                }
+                V::store(scores[r] + t, score);
+                top[r] = V::max(score, top[r]);
+            }
         }
-        const float factor = before == now ? 1.0f : exp_one<V>(before - base);
-        s.m[row] = now;
-        s.l[row] = s.l[row] * factor + V::reduce_add(sum);
-        return factor;
+        for (int r = 0; r < NR; ++r) {
+            const float before = s.m[first + r], now = larger(before, V::reduce_max(top[r]));
+            s.m[first + r] = now;
+            factor[r] = before == now ? 1.0f : exp_one<V>(before - now);
+        }
     }
 
-    // Weights times value scales as int16; returns the scale of the codes.
-    float code_weights(float* weights, int16_t* codes, int begin, int end) const {
-        vf most = V::set1(0.0f);
+    // What scores are taken relative to; 0 where the row has seen nothing yet.
+    float base_of(int row) const { return s.m[row] == kMinusInfinity ? 0.0f : s.m[row]; }
+
+    // Scores become weights exp(score - m) in place.
+    template <int NR>
+    void float_weights(int first, int begin, int end, float (*scores)[kSpanTokens], const float* factor) const {
+        vf sum[NR];
+        for (int r = 0; r < NR; ++r) sum[r] = V::set1(0.0f);
         for (int t = begin; t < end; t += V::W) {
-            const vf product = V::mul(V::load(weights + t), V::load(s.v_scales + t));
-            V::store(weights + t, product);
-            most = V::max(product, most);
+            for (int r = 0; r < NR; ++r) {
+                const vf weight = exp<V>(V::sub(V::load(scores[r] + t), V::set1(base_of(first + r))));
+                V::store(scores[r] + t, weight);
+                sum[r] = V::add(sum[r], weight);
+            }
         }
-        const float top = V::reduce_max(most);
-        const vf inverse = V::set1(top > kTiny ? kCodeLimit / top : 0.0f);
+        for (int r = 0; r < NR; ++r) s.l[first + r] = s.l[first + r] * factor[r] + V::reduce_add(sum[r]);
+    }
+
+    // Scores become weights times value scales, as int16 codes; value_scale[r] is the scale of the row's codes.
+    template <int NR>
+    void int8_weights(int first, int begin, int end, float (*scores)[kSpanTokens], const float* factor,
+                      int16_t (*codes)[kSpanTokens], float* value_scale) const {
+        vf sum[NR], most[NR], inverse[NR];
+        for (int r = 0; r < NR; ++r) sum[r] = most[r] = V::set1(0.0f);
         for (int t = begin; t < end; t += V::W) {
-            V::store_int16(codes + t, V::to_int(V::mul(V::load(weights + t), inverse)));
+            const vf v_scale = V::load(s.v_scales + t);
+            for (int r = 0; r < NR; ++r) {
+                const vf weight = exp<V>(V::sub(V::load(scores[r] + t), V::set1(base_of(first + r))));
+                const vf product = V::mul(weight, v_scale);
+                V::store(scores[r] + t, product);
+                sum[r] = V::add(sum[r], weight);
+                most[r] = V::max(product, most[r]);
+            }
         }
-        return top > kTiny ? top / kCodeLimit : 0.0f;
+        for (int r = 0; r < NR; ++r) {
+            s.l[first + r] = s.l[first + r] * factor[r] + V::reduce_add(sum[r]);
+            const float top = V::reduce_max(most[r]);
+            inverse[r] = V::set1(top > kTiny ? kCodeLimit / top : 0.0f);
+            value_scale[r] = top > kTiny ? top / kCodeLimit : 0.0f;
+        }
+        for (int t = begin; t < end; t += V::W) {
+            for (int r = 0; r < NR; ++r) {
+                V::store_int16(codes[r] + t, V::to_int(V::mul(V::load(scores[r] + t), inverse[r])));
+            }
+        }
     }
 
     template <int NR>
@@ -380,19 +427,19 @@ struct TileRun {
                      const float* factor, const float* scale, float* acc) const {
         const int64_t stride = int64_t{heads.v_size} * kTileDepth;
         const auto* values = reinterpret_cast<const int8_t*>(span.v.rows) + begin / kTileDepth * stride;
-        const int64_t ahead = next.v.rows - span.v.rows;
         const bool fetch = first == 0 && next.v.form == Form::int8;
+        const int groups = (end - begin) / kTileDepth;
         for (int c = 0; c < heads.v_size; c += V::W) {
             const auto done = [&](int r, vf sum) {
                 float* to = acc + r * dv + c;
                 V::store(to, V::fma(sum, V::set1(scale[r]), V::mul(V::load(to), V::set1(factor[r]))));
             };
             const int8_t* at = values + c * kTileDepth;
-            const int groups = (end - begin) / kTileDepth;
-            if (fetch && (c & 15) == 0) {
+            if (fetch) {
+                const uint8_t* ahead = next.v.rows + int64_t{c} * (end - begin);
                 int8_tile<V, NR, true>(codes + begin, kSpanTokens, at, stride, groups, ahead, done);
             } else {
-                int8_tile<V, NR, false>(codes + begin, kSpanTokens, at, stride, groups, 0, done);
+                int8_tile<V, NR, false>(codes + begin, kSpanTokens, at, stride, groups, nullptr, done);
             }
         }
     }
@@ -415,28 +462,60 @@ struct TileRun {
 
     // ---- partial groups
 
-    void attend_group(int group) {
+    // Works through the item's groups; the next span is known while one is worked on, so that its bytes are called for.
+    void attend_groups() {
+        const int32_t start = batch.entry_starts[tile.sequence];
+        Cursor cursor{larger(start + item.first_group * kEntriesPerPartial, tile.first_entry),
+                      smaller(start + item.last_group * kEntriesPerPartial + kEntriesPerPartial - 1, tile.own_entry), -1};
+        int group = item.first_group;
+        begin_group(group);
+        Span span = next_span(cursor);
+        while (span.lo < span.hi) {
+            const Span next = next_span(cursor);
+            for (; group < (span.entry - start) / kEntriesPerPartial; begin_group(++group)) end_group();
+            attend_span(span, next);
+            span = next;
+        }
+        for (; group < item.last_group; begin_group(++group)) end_group();
+        end_group();
+    }
+
+    struct Cursor {
+        int32_t entry, last_entry;
+        int part;  // -1: the entry was not begun
+    };
+
+    // The next span with visible rows; an empty one at the end.
+    Span next_span(Cursor& cursor) const {
+        for (; cursor.entry <= cursor.last_entry; ++cursor.entry, cursor.part = -1) {
+            const Entry& entry = batch.entries[cursor.entry];
+            if (entry.block < 0) continue;
+            const int parts = (entry.first_row + entry.rows + kSpanTokens - 1) / kSpanTokens;
+            cursor.part = cursor.part < 0 ? entry.first_row / kSpanTokens : cursor.part + 1;
+            for (; cursor.part < parts; ++cursor.part) {
+                const Span span = span_of(cursor.entry, cursor.part);
+                if (span.lo < span.hi) return span;
+            }
+        }
+        return Span{};
+    }
+
+    void begin_group(int group) {
+        if (item.partials != nullptr) {  // the partial is worked out where it will be merged from
+            s.acc = partial_of(group);
+            s.m = s.acc + int64_t{rows} * dv;
+            s.l = s.m + rows;
+        }
         for (int r = 0; r < rows; ++r) {
             s.m[r] = kMinusInfinity;
             s.l[r] = 0.0f;
         }
         for (int64_t i = 0; i < int64_t{rows} * dv; ++i) s.acc[i] = 0.0f;
-        const int start = batch.entry_starts[tile.sequence] + group * kEntriesPerPartial;
-        const int first = larger(start, tile.first_entry);
-        const int last = smaller(start + kEntriesPerPartial - 1, tile.own_entry);
-        Span waiting{};  // worked on when the next one is known, so that its bytes can be called for meanwhile
-        for (int e = first; e <= last; ++e) {
-            const Entry& entry = batch.entries[e];
-            if (entry.block < 0) continue;
-            const int parts = (entry.first_row + entry.rows + kSpanTokens - 1) / kSpanTokens;
-            for (int part = entry.first_row / kSpanTokens; part < parts; ++part) {
-                const Span span = span_of(e, part);
-                if (span.lo >= span.hi) continue;
-                if (waiting.lo < waiting.hi) attend_span(waiting, span);
-                waiting = span;
-            }
-        }
-        if (waiting.lo < waiting.hi) attend_span(waiting, Span{});
+    }
+
+    void end_group() {
+        if (item.partials != nullptr) return;
+        for (int r = 0; r < rows; ++r) merge_row(r, s.m[r], s.l[r], s.acc + r * dv);
     }
 
     // total += partial, in the fixed order of groups.
@@ -483,17 +562,8 @@ template <class V>
 void attend(const AttentionCall& call, const Item& item, uint8_t* scratch) {
     TileRun<V> run(call, item, scratch);
     run.load_queries();
-    if (item.partials == nullptr) run.clear_total();
-    for (int group = item.first_group; group <= item.last_group; ++group) {
-        if (item.partials != nullptr) {  // the partial is worked out where it will be merged from
-            run.s.acc = run.partial_of(group);
-            run.s.m = run.s.acc + int64_t{run.rows} * run.dv;
-            run.s.l = run.s.m + run.rows;
-        }
-        run.attend_group(group);
-        if (item.partials != nullptr) continue;
-        for (int r = 0; r < run.rows; ++r) run.merge_row(r, run.s.m[r], run.s.l[r], run.s.acc + r * run.dv);
-    }
+    run.clear_total();
+    run.attend_groups();
     if (item.partials == nullptr) run.write_output();
 }
 

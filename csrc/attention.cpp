@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kMaxTileRows = 256;
 constexpr int64_t kMaxPartialFloats = 4 << 20;
-constexpr int64_t kItemsPerThread = 4;  // enough pieces that the last ones even out
+constexpr int64_t kItemsPerThread = 16;  // enough pieces that the last ones even out
 // What one thread does, for the decision whether threads are worth waking.
 constexpr int64_t kProductsPerNanosecond = 20;
 
@@ -154,14 +154,14 @@ private:
         std::stable_sort(works_.begin(), works_.end(),
                          [](const Work& a, const Work& b) { return a.products > b.products; });
         const Heads& heads = batch_.heads;
-        const int64_t fair = total_ * heads.num_kv_heads / (kItemsPerThread * larger(call_.fresh.num_threads, 1));
+        fair_ = total_ * heads.num_kv_heads / (kItemsPerThread * larger(call_.fresh.num_threads, 1));
         std::vector<int64_t> offsets(works_.size(), -1);
         int64_t floats = 0;
         for (size_t i = 0; i < works_.size(); ++i) {
             const Work& work = works_[i];
             const int rows = work.tile.num_tokens * per_kv_;
             const int64_t needed = partial_floats(rows, heads.v_size) * heads.num_kv_heads * work.groups();
-            if (call_.fresh.num_threads > 1 && work.groups() > 1 && work.products > fair &&
+            if (call_.fresh.num_threads > 1 && work.groups() > 1 && work.products > fair_ &&
                 floats + needed <= kMaxPartialFloats) {
                 offsets[i] = floats;
                 floats += needed;
@@ -192,10 +192,13 @@ private:
         for (int head = 0; head < num_heads; ++head) {
             merges_.push_back(item(work, head, partials + size * work.groups() * head));
         }
-        for (int group = work.first_group; group <= work.last_group; ++group) {
+        // Pieces of several groups: what a piece begins with (queries, first bytes) costs as much as half a group.
+        const int step = larger<int>(1, static_cast<int>(fair_ * work.groups() / larger<int64_t>(work.products, 1)));
+        for (int group = work.first_group; group <= work.last_group; group += step) {
             for (int head = 0; head < num_heads; ++head) {
                 Item piece = item(work, head, partials + size * (work.groups() * head + group - work.first_group));
-                piece.first_group = piece.last_group = group;
+                piece.first_group = group;
+                piece.last_group = smaller(group + step - 1, work.last_group);
                 items_.push_back(piece);
             }
         }
@@ -208,6 +211,7 @@ private:
     std::vector<Work> works_;
     std::vector<Item> items_, merges_;
     int64_t total_ = 0;
+    int64_t fair_ = 0;  // products of one item, for an even share
     int max_rows_ = 0;
 };
 

@@ -79,7 +79,8 @@ struct Tile {
     int32_t first_entry, own_entry;
 };
 
-// One piece of work: a tile, a KV head, and a range of partial groups. `partials` null: all groups, output is written.
+// One piece of work: a tile, a KV head, and a range of partial groups.
+// `partials` null: all groups, and the output is written; else the groups' partials are written there, one by one.
 struct Item {
     const Tile* tile;
     const int32_t* entry_logical;  // logical index of every entry's first row

@@ -77,7 +77,10 @@ struct Avx2 {
         std::memcpy(&four, from, 8);
         return _mm256_set1_epi64x(four);
     }
-    static vi dot(vi acc, vs a, vs b) { return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)); }
+    static void add_dot(vi& acc, vs a, vs b) {
+        // In assembly, because GCC copies and spills the accumulators of an unrolled tile when it may choose.
+        __asm__("vpaddd %1, %0, %0" : "+x"(acc) : "x"(_mm256_madd_epi16(a, b)));
+    }
     static vi pair_sum(vi a, vi b) { return _mm256_permute4x64_epi64(_mm256_hadd_epi32(a, b), 0xD8); }
     static void store_int16(int16_t* to, vi x) {
         const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(x, x), 0xD8);

@@ -70,7 +70,7 @@ struct Avx512 {
         std::memcpy(&four, from, 8);
         return _mm512_set1_epi64(four);
     }
-    static vi dot(vi acc, vs a, vs b) { return _mm512_dpwssd_epi32(acc, a, b); }
+    static void add_dot(vi& acc, vs a, vs b) { acc = _mm512_dpwssd_epi32(acc, a, b); }
     static vi pair_sum(vi a, vi b) {
         const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
         const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);

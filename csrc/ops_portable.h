@@ -72,10 +72,10 @@ struct Portable {
         std::memcpy(x.lane + 4, from, 8);
         return x;
     }
-    static vi dot(vi acc, const vs& a, const vs& b) {
+    static void add_dot(vi& acc, const vs& a, const vs& b) {
         vi sum;
         for (int i = 0; i < 4; ++i) sum[i] = a.lane[2 * i] * b.lane[2 * i] + a.lane[2 * i + 1] * b.lane[2 * i + 1];
-        return acc + sum;
+        acc += sum;
     }
     static vi pair_sum(vi a, vi b) { return vi{a[0] + a[1], a[2] + a[3], b[0] + b[1], b[2] + b[3]}; }
     static void store_int16(int16_t* to, vi x) {

@@ -30,20 +30,28 @@ inline void with_rows(int n, Body body) {
 }
 
 // W outputs per row: sum over groups of a[row][4 group + i] * b[group * stride + 4 lane + i], exact in int32.
-// b holds 4 consecutive int8 per output and group (key tiles: channels; value tiles: tokens).
+// b holds 4 consecutive int8 per output and group (key tiles: channels; value tiles: tokens). `groups` is even.
+// Per group 4 W bytes of b are read; with kPrefetch as many are called for from `ahead` on, so that what comes next
+// arrives evenly spread over the work, not in bursts that the memory pipeline must wait for.
 template <class V, int NR, bool kPrefetch, class Done>
-inline void int8_tile(const int16_t* a, int a_stride, const int8_t* b, int64_t b_stride, int groups, int64_t ahead,
-                      Done done) {
+inline void int8_tile(const int16_t* a, int a_stride, const int8_t* b, int64_t b_stride, int groups,
+                      const uint8_t* ahead, Done done) {
     typename V::vi acc[NR][2];
     for (int r = 0; r < NR; ++r) acc[r][0] = acc[r][1] = V::zero_int();
-    for (int g = 0; g < groups; ++g, b += b_stride, a += 4) {
-        const typename V::vs left = V::widen(b);
-        const typename V::vs right = V::widen(b + 2 * V::W);
-        if (kPrefetch) V::prefetch(b + ahead);
-        for (int r = 0; r < NR; ++r) {
-            const typename V::vs four = V::broadcast4(a + r * a_stride);
-            acc[r][0] = V::dot(acc[r][0], left, four);
-            acc[r][1] = V::dot(acc[r][1], right, four);
+    for (int pair = 0; pair < groups; pair += 2) {
+        if (kPrefetch) {
+            for (int byte = 0; byte < 8 * V::W; byte += 64) V::prefetch(ahead + byte);
+            ahead += 8 * V::W;
+        }
+#pragma GCC unroll 2
+        for (int g = 0; g < 2; ++g, b += b_stride, a += 4) {
+            const typename V::vs left = V::widen(b);
+            const typename V::vs right = V::widen(b + 2 * V::W);
+            for (int r = 0; r < NR; ++r) {
+                const typename V::vs four = V::broadcast4(a + r * a_stride);
+                V::add_dot(acc[r][0], left, four);
+                V::add_dot(acc[r][1], right, four);
+            }
         }
     }
     for (int r = 0; r < NR; ++r) done(r, V::to_float_lanes(V::pair_sum(acc[r][0], acc[r][1])));
