@@ -7,6 +7,7 @@ fetched. Every failure becomes one of our errors that says what to do.
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from ktransformer2.errors import ModelError, ModelNotFoundError
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 _UNWANTED = ["original/*", "consolidated*", "onnx/*", "*/*"]
 _MAX_NEAR_NAMES = 5
+_log = logging.getLogger(__name__)
 
 
 def endpoint() -> str:
@@ -59,8 +61,8 @@ def fetch(repo_id: str, revision: str | None = None, offline: bool | None = None
         raise _explained(error, repo_id, revision, bool(offline)) from error
 
 
-def _explained(error: Exception, repo_id: str, revision: str | None, offline: bool) -> Exception:
-    """The typed error for what huggingface_hub raised; anything unexpected is returned as it is."""
+def _explained(error: Exception, repo_id: str, revision: str | None, offline: bool) -> ModelError:
+    """The typed error for what huggingface_hub raised."""
     cause = error
     while isinstance(cause, LocalEntryNotFoundError) and isinstance(cause.__cause__, HfHubHTTPError):
         cause = cause.__cause__
@@ -85,11 +87,8 @@ def _explained(error: Exception, repo_id: str, revision: str | None, offline: bo
             )
         case EntryNotFoundError():
             return ModelNotFoundError(f"{repo_id} has no such file: {str(cause).splitlines()[0]}")
-        case OSError():
-            return ModelError(f"{repo_id} could not be downloaded ({type(cause).__name__}: {cause}); try again")
-    if type(cause).__module__.partition(".")[0].startswith("httpx"):
-        return ModelError(f"{endpoint()} cannot be reached ({type(cause).__name__}: {cause}); try again")
-    return error
+    what = f"{type(cause).__name__}: {cause}"
+    return ModelError(f"{repo_id} could not be downloaded from {endpoint()} ({what}); try again")
 
 
 def _cached_names() -> list[str]:
@@ -103,13 +102,17 @@ def _cached() -> str:
     return f"; downloaded before: {', '.join(names)}" if names else ""
 
 
+def _search(text: str) -> list[str]:
+    """Names that the hub finds; none where it does not search: this only decorates an error that is raised anyway."""
+    try:
+        return [model.id for model in HfApi(endpoint=endpoint()).list_models(search=text, limit=_MAX_NEAR_NAMES)]
+    except Exception as error:
+        _log.debug("the hub does not search: %s", error)
+        return []
+
+
 def _near(repo_id: str) -> str:
     """Names like this one, here and on the hub; empty when there are none or the hub does not search."""
-    names = _cached_names()
-    try:
-        found = HfApi(endpoint=endpoint()).list_models(search=repo_id.rpartition("/")[2], limit=_MAX_NEAR_NAMES)
-        names += [model.id for model in found]
-    except (HfHubHTTPError, OSError, ValueError):
-        names = names[:]  # the search is a courtesy: the error that is being explained stays the same
+    names = _cached_names() + _search(repo_id.rpartition("/")[2])
     near = difflib.get_close_matches(repo_id, names, n=_MAX_NEAR_NAMES, cutoff=0.4)
     return f"; near: {', '.join(near)}" if near else ""
