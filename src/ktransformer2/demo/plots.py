@@ -57,15 +57,18 @@ def png_plot(curve: MemoryCurve, path: Path) -> bool:
     axes.plot(seconds, static, color="tab:gray", linestyle="--", label="static cache, model's full length, 16 bit")
     axes.plot(seconds, held, color="tab:blue", label="KTransformer2: committed, tables included")
     axes.fill_between(seconds, held, color="tab:blue", alpha=0.15)
-    for number, moment in enumerate(curve.moments):
+    moments = curve.moments
+    axes.plot([m.seconds for m in moments], [m.held_bytes / 1e6 for m in moments], "o", color="tab:blue", markersize=4)
+    for number, moment in enumerate(moments):
         axes.annotate(
             moment.moment,
             (moment.seconds, moment.held_bytes / 1e6),
-            xytext=(4, 10 + 11 * (number % 2)),
+            xytext=(-4, 6 + 11 * (number % 2)),
             textcoords="offset points",
+            horizontalalignment="left" if moment is moments[0] else "right",
             fontsize=8,
         )
     axes.set(title=_TITLE, xlabel="seconds", ylabel="MB", ylim=(0, 1.15 * max(static[:1] + held)))
-    axes.legend(loc="center right", fontsize=8)
+    axes.legend(loc="center left", fontsize=8)
     figure.savefig(path)
     return True

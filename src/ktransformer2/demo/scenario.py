@@ -94,7 +94,7 @@ class ContractDemo:
         from ktransformer2.engine.sampling import SamplingParams
 
         prompt = self._prompt(text, question)
-        self._write(f"\nQuestion {number}: {question}\nAnswer: ")
+        self._write(f"\nQuestion {number}: {question}\n")
         chunks = self._llm.stream(prompt, SamplingParams(max_new_tokens=self._options.max_new_tokens))
         output = follow(self._watched(chunks, len(prompt), number), self._write, self._console)
         self._write("\n")
