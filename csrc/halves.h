@@ -5,6 +5,9 @@
 
 #include "forms.h"
 
+// For the arithmetic inside the innermost loops, where a call costs more than the work.
+#define KT_INLINE inline __attribute__((always_inline))
+
 namespace kt {
 namespace {
 

@@ -10,7 +10,7 @@ constexpr float kMinusInfinity = -__builtin_inff();
 
 // exp(x) within 2 ulp; exactly 1 at 0, exactly 0 below -87.3, NaN where x is NaN; x is cut at 88.
 template <class V>
-inline typename V::vf exp(typename V::vf x) {
+KT_INLINE typename V::vf exp(typename V::vf x) {
     using vf = typename V::vf;
     const vf low = V::set1(-87.3f);
     const vf cut = V::min(V::set1(88.0f), V::max(low, x));  // x second: NaN survives
@@ -35,7 +35,7 @@ inline float exp_one(float x) {
 }
 
 template <class V>
-inline typename V::vf tanh(typename V::vf x) {
+KT_INLINE typename V::vf tanh(typename V::vf x) {
     using vf = typename V::vf;
     const vf size = V::abs(x);
     const vf z = V::mul(x, x);

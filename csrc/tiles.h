@@ -34,7 +34,7 @@ inline void with_rows(int n, Body body) {
 // Per group 4 W bytes of b are read; with kPrefetch as many are called for from `ahead` on, so that what comes next
 // arrives evenly spread over the work, not in bursts that the memory pipeline must wait for.
 template <class V, int NR, bool kPrefetch, class Done>
-inline void int8_tile(const int16_t* a, int a_stride, const int8_t* b, int64_t b_stride, int groups,
+KT_INLINE void int8_tile(const int16_t* a, int a_stride, const int8_t* b, int64_t b_stride, int groups,
                       const uint8_t* ahead, Done done) {
     typename V::vi acc[NR][2];
     for (int r = 0; r < NR; ++r) acc[r][0] = acc[r][1] = V::zero_int();
@@ -59,7 +59,7 @@ inline void int8_tile(const int16_t* a, int a_stride, const int8_t* b, int64_t b
 
 // NC * W outputs per row: init + sum over k of a[row][k] * b[k * stride + lane], in the order of k.
 template <class V, int NR, int NC, class Init, class Done>
-inline void float_tile(const float* a, int a_stride, const float* b, int64_t b_stride, int depth, Init init,
+KT_INLINE void float_tile(const float* a, int a_stride, const float* b, int64_t b_stride, int depth, Init init,
                        Done done) {
     typename V::vf acc[NR][NC];
     for (int r = 0; r < NR; ++r) {
