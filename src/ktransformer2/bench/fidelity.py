@@ -66,6 +66,13 @@ def first_difference(answer: Sequence[int], expected: Sequence[int]) -> int | No
     return None if len(answer) == len(expected) else min(len(answer), len(expected))
 
 
+def verdict(dtype: str, margin: float, spread: float) -> str:
+    """`tie` (fp32) or `near-tie` (bf16) for a difference that the reference's own numbers excuse, else `mismatch`."""
+    if dtype == "bf16":
+        return "near-tie" if margin < spread else "mismatch"
+    return "mismatch" if margin > FP32_MARGIN else "tie"
+
+
 def draw_modes(rng: random.Random) -> list[str]:
     """Two different ways for one prompt."""
     return rng.sample(DRAWN_MODES, 2)
@@ -84,11 +91,7 @@ class _Judge:
             return None
         ids = [*prompt.token_ids, *run.token_ids[:place]]
         margin, spread = self._bf16(ids) if self._dtype == "bf16" else (run.margins[place], 0.0)
-        if self._dtype == "bf16":
-            verdict = "near-tie" if margin < spread else "mismatch"
-        else:
-            verdict = "mismatch" if margin > FP32_MARGIN else "tie"
-        found = Difference(prompt.index, answer.mode, place, margin, spread, verdict)
+        found = Difference(prompt.index, answer.mode, place, margin, spread, verdict(self._dtype, margin, spread))
         say(f"{self._dtype}: prompt {prompt.index} ({prompt.kind}, {len(prompt.token_ids)} tokens): {found}")
         return found
 

@@ -19,6 +19,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, Static
 
 SPREAD_COPIES = 8
 SPREAD_CHUNK = 64
+SPREAD_LAST = 8
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,13 @@ class Reference:
         best = [logits[0].float().topk(2).values for logits in found.logits]
         return GreedyRun(tuple(found.sequences[0, len(prompt) :].tolist()), tuple(float(b[0] - b[1]) for b in best))
 
-    def next_logits(self, ids: Sequence[int], copies: int = 1, chunk: int | None = None) -> torch.Tensor:
-        """Logits [vocab] in fp32 after the last of `ids`, computed `copies` at once or in chunks of `chunk` tokens."""
+    def next_logits(self, ids: Sequence[int], copies: int = 1, chunks: Sequence[int] = ()) -> torch.Tensor:
+        """Logits [vocab] in fp32 after the last of `ids`, computed `copies` at once, or in chunks of these lengths."""
         rows = torch.tensor([list(ids)]).repeat(copies, 1)  # [copies, T]
         cache = DynamicCache(config=self.model.config)
         logits = torch.empty(0)
         with torch.inference_mode():
-            for part in torch.split(rows, chunk or rows.shape[1], dim=1):
+            for part in torch.split(rows, list(chunks) or [rows.shape[1]], dim=1):
                 logits = self.model(input_ids=part, logits_to_keep=1, **{self._cache: cache}).logits
         return logits[0, -1].float()
 
@@ -85,11 +86,17 @@ class Reference:
 
     def spread(self, ids: Sequence[int]) -> float:
         """How far the reference is from itself after `ids`: the largest change of any of its ten best logits between
-        batch 1, batch 8 and chunked."""
+        batch 1, batch 8, chunked, and as `generate` has it, with the last tokens one by one."""
         alone = self.next_logits(ids)
-        best = alone.topk(10).indices
-        others = (self.next_logits(ids, copies=SPREAD_COPIES), self.next_logits(ids, chunk=SPREAD_CHUNK))
-        values = torch.stack([alone[best], *(other[best] for other in others)])  # [3, 10]
+        best = alone.topk(min(10, len(alone))).indices
+        chunk, last = min(SPREAD_CHUNK, -(-len(ids) // 2)), min(SPREAD_LAST, len(ids) - 1)
+        chunked = [chunk] * (len(ids) // chunk) + [len(ids) % chunk] * (len(ids) % chunk > 0)
+        others = (
+            self.next_logits(ids, copies=SPREAD_COPIES),
+            self.next_logits(ids, chunks=chunked),
+            self.next_logits(ids, chunks=[len(ids) - last] + [1] * last),
+        )
+        values = torch.stack([alone[best], *(other[best] for other in others)])  # [4, 10]
         return float((values.max(dim=0).values - values.min(dim=0).values).max())
 
 
