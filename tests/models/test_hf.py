@@ -120,6 +120,49 @@ def test_ropes_that_depend_on_the_length_refuse_a_shift(rope: dict[str, Any], re
     assert geometry.rope == (None,)
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 64,
+}
+PHIMOE = {**LONGROPE, "long_factor": [1.0] * 8, "short_mscale": 1.0, "long_mscale": 1.5}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "max_positions"),
+    [
+        ("llama", {"rope_parameters": LONGROPE}, 64),
+        ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}, 64),
+        ("phimoe", {"rope_parameters": PHIMOE, "num_local_experts": 4}, 64),
+        ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 64}, 64),
+        ("gemma3_text", {"rope_parameters": {"full_attention": LONGROPE, "sliding_attention": {"rope_theta": 1e4}}}, 64),
+        ("llama", {"rope_parameters": {**DYNAMIC, "rope_type": "linear"}}, 256),
+    ],
+)
+def test_a_row_as_long_as_allowed_never_meets_another_rotation(
+    family: str, settings: dict[str, Any], max_positions: int
+) -> None:
+    model = tiny(family, **settings)
+    served = HFModel(model)
+    assert served.geometry.max_positions == max_positions
+    longest = [(i * 37) % 200 + 2 for i in range(max_positions - 12)]
+    prompts = [longest, *PROMPTS]
+    with served.original_attention() as bare:
+        expected = one_by_one(bare, prompts, 12)
+        if max_positions < 256:  # far past the switch: what this leaves in the model must not reach the next step
+            one_by_one(bare, [longest * 2], 12)
+    assert greedy(served, prompts, 12) == expected
+
+
+def test_a_position_past_the_switch_is_never_computed() -> None:
+    served = HFModel(tiny("llama", rope_parameters=LONGROPE))
+    with pytest.raises(AssertionError, match="position 64 of 64"):
+        greedy(served, [[5] * 65], 1)
+
+
 @pytest.mark.parametrize(
     "rope",
     [
@@ -143,6 +186,18 @@ def test_fixed_ropes_allow_a_shift(rope: dict[str, Any]) -> None:
 
 def test_learned_positions_refuse_a_shift() -> None:
     assert "fixed-frequency rotation" in HFModel(tiny("gpt2")).geometry.shift_refused
+
+
+@pytest.mark.parametrize("size", [12, 264, 512])
+def test_head_sizes_that_no_kernel_holds_are_refused(size: int) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"head size {size}; multiples of 8 up to 256 are served"):
+        HFModel(tiny("llama", head_dim=size))
+
+
+def test_the_largest_head_size_is_served() -> None:
+    model = tiny("llama", head_dim=256)
+    expected = one_by_one(model, PROMPTS, 6)
+    assert greedy(HFModel(model), PROMPTS, 6) == expected
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,9 @@ class HFModel:
         )
         attention = self.model.config._attn_implementation
         assert attention == ATTENTION_NAME, f"a step inside original_attention(): {attention!r} knows no pages"
+        if self.geometry.shift_refused:  # elsewhere a shift may move positions past the context length
+            last, end = int(batch.positions.max()), self.geometry.max_positions
+            assert last < end, f"position {last} of {end}: the rotation of the whole row would change"
         rows = batch.logit_rows
         wanted = {"logits_to_keep": rows} if self._keeps_logits else {}
         with torch.inference_mode(), receiving(_Step(self.geometry, batch.kv)):

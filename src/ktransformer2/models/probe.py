@@ -27,7 +27,8 @@ _PROBE_TOKENS = 16
 _FORMS = {torch.float32: Form.FP32, torch.bfloat16: Form.BF16, torch.float16: Form.FP16}
 # Largest relative distance between a key and the rotated first key: rounding of cos, sin and the products.
 _ROPE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-_HEAD_SIZE_MULTIPLE = 8
+# What the native kernels hold in registers and on the stack.
+_HEAD_SIZE_MULTIPLE, _MAX_HEAD_SIZE = 8, 256
 
 
 @dataclass(frozen=True)
@@ -117,14 +118,12 @@ def observe(model: PreTrainedModel) -> ModelGeometry:
             f"{config.model_type}: layers {missing} hold no attention that can be replaced "
             "(recurrent state, or attention outside the transformers registry)"
         )
-    max_positions = getattr(config, "max_position_embeddings", None)
-    if max_positions is None:
-        raise UnsupportedModelError(f"{config.model_type} does not say how many positions it has")
+    max_positions = _max_positions(config)
     ropes, refused = _ropes(model, watch)
     forms = {_FORMS[seen.k.dtype] for seen in watch.layers.values()}
     if len(forms) > 1:
         raise UnsupportedModelError(f"{config.model_type} computes its layers in different types: {sorted(forms)}")
-    return _grouped(_windows(config, watch), watch, ropes, refused, (forms.pop(), int(max_positions)))
+    return _grouped(_windows(config, watch), watch, ropes, refused, (forms.pop(), max_positions))
 
 
 def _grouped(
@@ -138,8 +137,11 @@ def _grouped(
     for layer, seen in sorted(watch.layers.items()):
         num_kv_heads, k_size = seen.k.shape[1:]
         for size in (k_size, seen.v_head_size):
-            if size % _HEAD_SIZE_MULTIPLE:
-                raise UnsupportedModelError(f"layer {layer} has head size {size}; multiples of 8 are served")
+            if size % _HEAD_SIZE_MULTIPLE or size > _MAX_HEAD_SIZE:
+                raise UnsupportedModelError(
+                    f"layer {layer} has head size {size}; multiples of {_HEAD_SIZE_MULTIPLE} up to {_MAX_HEAD_SIZE} "
+                    "are served"
+                )
         if seen.num_heads % num_kv_heads:
             raise UnsupportedModelError(f"layer {layer}: {seen.num_heads} query heads over {num_kv_heads} KV heads")
         alike.setdefault((windows[layer], num_kv_heads, k_size, seen.v_head_size, ropes[layer]), []).append(layer)
@@ -187,6 +189,23 @@ def _rope_kinds(config: PreTrainedConfig) -> list[Mapping[str, Any]]:
     described = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in described.values() if isinstance(value, Mapping)]
     return nested or [described]
+
+
+def _max_positions(config: PreTrainedConfig) -> int:
+    """How many positions can be served: all of the model's own, or those where its rotation does not change.
+
+    transformers takes the frequencies of longrope and dynamic NTK (and the scale of PhiMoE) from the largest position
+    of the whole row. In a flat batch that is some other sequence's, and a text that passes the switch would want its
+    old keys rotated anew. Up to the switch there is one table, so there is nothing to get wrong.
+    """
+    named = getattr(config, "max_position_embeddings", None)
+    if named is None:
+        raise UnsupportedModelError(f"{config.model_type} does not say how many positions it has")
+    limits = [int(named)]  # dynamic NTK leaves its first table there
+    for rope in _rope_kinds(config):
+        if rope.get("rope_type") == "longrope" or "long_mscale" in rope:
+            limits.append(int(rope["original_max_position_embeddings"]))  # without it the model cannot compute
+    return min(limits)
 
 
 def _refused_by_config(config: PreTrainedConfig) -> str:
