@@ -138,7 +138,11 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
         ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}, 64),
         ("phimoe", {"rope_parameters": PHIMOE, "num_local_experts": 4}, 64),
         ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 64}, 64),
-        ("gemma3_text", {"rope_parameters": {"full_attention": LONGROPE, "sliding_attention": {"rope_theta": 1e4}}}, 64),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": LONGROPE, "sliding_attention": {"rope_theta": 1e4}}},
+            64,
+        ),
         ("llama", {"rope_parameters": {**DYNAMIC, "rope_type": "linear"}}, 256),
     ],
 )
