@@ -5,7 +5,7 @@
 // so a block's bytes stay in the nearest cache while all rows use them.
 //
 // What a row computes never depends on the other rows: sums run in the order of tokens and channels, a token that a row
-// may not see adds an exact zero, and a group's partial (m, l, acc) starts afresh every kEntriesPerPartial entries.
+// may not see adds an exact zero (if its value is finite), and a group's partial (m, l, acc) starts afresh every kEntriesPerPartial entries.
 #pragma once
 
 #include "calls.h"
@@ -75,6 +75,7 @@ struct TileRun {
     const float* turned = nullptr;  // the queries in use: turned back by `shift`
     int shift = 0;
     bool coded = false;
+    float v_poison = 0.0f;  // of the span's value scales, see load_scales
 
     TileRun(const AttentionCall& c, const Item& i, uint8_t* scratch)
         : call(c),
@@ -192,8 +193,9 @@ struct TileRun {
         if (span.v.scales != nullptr) span.v.scales += skipped;
     }
 
-    // Scales of rows [lo, hi) as float; zero elsewhere, where memory may hold anything.
-    void load_scales(const Section& section, const Span& span, float* to) const {
+    // Scales of rows [lo, hi) as float; zero elsewhere, where memory may hold anything. Returns 0, or NaN where a scale
+    // is not finite: quantising weights would lose it.
+    float load_scales(const Section& section, const Span& span, float* to) const {
         for (int t = 0; t < kSpanTokens; t += V::W) {
             if (t + V::W <= heads.block_tokens && section.form == Form::int8) {
                 V::store(to + t, V::load(reinterpret_cast<const fp16*>(section.scales + t)));
@@ -203,6 +205,9 @@ struct TileRun {
         }
         for (int t = 0; t < span.lo; ++t) to[t] = 0.0f;
         for (int t = span.hi; t < kSpanTokens; ++t) to[t] = 0.0f;
+        vf poison = V::set1(0.0f);
+        for (int t = 0; t < kSpanTokens; t += V::W) poison = V::fma(V::load(to + t), V::set1(0.0f), poison);
+        return V::reduce_add(poison);
     }
 
     static void fetch_scales(const Section& section) {
@@ -250,7 +255,7 @@ struct TileRun {
             transpose_keys(span);
         }
         load_scales(span.k, span, s.k_scales);
-        load_scales(span.v, span, s.v_scales);
+        v_poison = load_scales(span.v, span, s.v_scales);
         fetch_scales(next.k);
         fetch_scales(next.v);
         int64_t value_stride = 0;
@@ -413,7 +418,7 @@ struct TileRun {
             s.l[first + r] = s.l[first + r] * factor[r] + V::reduce_add(sum[r]);
             const float top = V::reduce_max(most[r]);
             inverse[r] = V::set1(top > kTiny ? kCodeLimit / top : 0.0f);
-            value_scale[r] = top > kTiny ? top / kCodeLimit : 0.0f;
+            value_scale[r] = (top > kTiny ? top / kCodeLimit : 0.0f) + v_poison;
         }
         for (int t = begin; t < end; t += V::W) {
             for (int r = 0; r < NR; ++r) {

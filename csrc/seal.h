@@ -23,7 +23,7 @@ inline uint16_t quantise_row(const Source& source, int64_t index, int size, int8
     load_row<V>(source.form, source.row(index), size, row);
     const uint16_t bits = float_to_half(largest_magnitude<V>(row, size) / 127.0f);
     const float scale = half_to_float(bits);
-    if (!(scale > 0.0f)) {
+    if (!(scale > 0.0f && scale < __builtin_inff())) {
         std::memset(codes, 0, static_cast<size_t>(padded(size)));
         return bits;
     }

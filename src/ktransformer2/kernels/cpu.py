@@ -105,7 +105,8 @@ def _native_batch(batch: KVBatch) -> _native.Batch:
     tensors = [getattr(batch, name) for name in _TENSORS]
     for (name, dtype), tensor in zip(_TENSORS.items(), tensors, strict=True):
         assert tensor.dtype == dtype, f"{name} is {tensor.dtype}, not {dtype}"
-        assert tensor.is_contiguous() and tensor.device.type == "cpu", f"{name} is not contiguous on the CPU"
+        assert tensor.device.type == "cpu", f"{name} is on {tensor.device}"
+        assert tensor.is_contiguous(), f"{name} is not contiguous, its strides are {tensor.stride()}"
     pages, opened, slots, starts, contexts, entry_starts, entries, seals = tensors
     assert pages.shape == opened.shape, f"page_table {tuple(pages.shape)}, open_table {tuple(opened.shape)}"
     sequences = contexts.shape[0]
