@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from ktransformer2.console import Phases, PrefillBar, closing_line, follow, format_bytes, format_seconds
+from ktransformer2.console import Phases, PrefillBar, closing_line, follow, format_seconds
 from ktransformer2.engine.outputs import Completion, RequestOutput, StreamChunk, Usage
 
 
@@ -29,13 +29,6 @@ def plain_console() -> Console:
 def lines(console: Console) -> list[str]:
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (95_312_000, "95.3 MB"), (4e9, "4 GB")]
-)
-def test_format_bytes(num_bytes: float, text: str) -> None:
-    assert format_bytes(num_bytes) == text
 
 
 @pytest.mark.parametrize(

@@ -7,36 +7,66 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 from ktransformer2.errors import ConfigError
 from ktransformer2.layout import BLOCK_TOKENS_ALLOWED
 
+# 64 TiB: more than any machine has, and eight times as many addresses still fit a pointer. No other count is larger.
+MAX_MEMORY_BYTES = 2**46
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", re.IGNORECASE)
+_TOKENS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KM]?)\s*", re.IGNORECASE)
+_MAX_RATIO = 1000.0
 
 
-def parse_bytes(text: str | int) -> int:
-    """Bytes from `"4GB"`, `"512MiB"`, `"1.5G"` or a plain number. Raises ConfigError for anything else."""
-    if isinstance(text, int):
-        return text
-    found = _SIZE.fullmatch(text)
-    if found is None:
-        raise ConfigError(f"size {text!r} is not understood; write a number with a unit, such as 4GB or 512MiB")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+def parse_bytes(size: str | int) -> int:
+    """Bytes from `"4GB"`, `"512MiB"`, `"1.5G"` or a whole number. Raises ConfigError for anything else."""
+    return _parse(size, _SIZE, _UNITS, "size {} is not understood; write a number with a unit, such as 4GB or 512MiB")
 
 
-def parse_tokens(text: str | int) -> int:
-    """Tokens from `"32k"` (32 x 1,024), `"8192"` or a plain number. Raises ConfigError for anything else."""
-    if isinstance(text, int):
-        return text
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmM]?)\s*", text)
-    if found is None:
-        raise ConfigError(f"token count {text!r} is not understood; write a number such as 8192 or 32k")
-    return int(float(found[1]) * {"": 1, "k": 1024, "m": 1024**2}[found[2].lower()])
+def parse_tokens(count: str | int) -> int:
+    """Tokens from `"32k"` (32 x 1,024), `"8192"` or a whole number. Raises ConfigError for anything else."""
+    units = {"": 1, "K": 1024, "M": 1024**2}
+    return _parse(count, _TOKENS, units, "token count {} is not understood; write a number such as 8192 or 32k")
+
+
+def _parse(written: object, pattern: re.Pattern[str], units: Mapping[str, int], refusal: str) -> int:
+    value: float
+    if _is_whole(written):
+        value = written
+    elif isinstance(written, str) and (found := pattern.fullmatch(written)):
+        value = float(found[1]) * units[found[2].upper()]
+    else:
+        raise ConfigError(refusal.format(_shown(written)))
+    if not 0 <= value <= MAX_MEMORY_BYTES:
+        raise ConfigError(f"{_shown(written)} is not allowed; allowed: 0 to {MAX_MEMORY_BYTES} (2^46)")
+    return int(value)
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _shown(value: object) -> str:
+    """A wrong value as a message shows it: long ones cut, numbers of more digits than Python prints too."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes with a decimal unit and three digits: 95.3 MB."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= 0.9995 * size:  # what rounds to one of this unit is not a thousand of the next
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes:.0f} B"
 
 
 def knob(default: Any, effect: str, *, unit: str = "", cost: str = "", seed: str = "") -> Any:
@@ -45,11 +75,11 @@ def knob(default: Any, effect: str, *, unit: str = "", cost: str = "", seed: str
 
 
 class _Checked:
-    """Loading with a named error for an unknown key, and range checks."""
+    """Loading with a named error for an unknown key; the type of every field, then ranges, checked once made."""
 
     @classmethod
     def load(cls, values: Mapping[str, Any]) -> Self:
-        known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]  # the subclasses are dataclasses
         for key in values:
             if key not in known:
                 near = difflib.get_close_matches(key, known, n=1)
@@ -57,9 +87,42 @@ class _Checked:
                 raise ConfigError(f"unknown setting {key!r}{hint}")
         return cls(**values)
 
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):  # type: ignore[arg-type]  # the subclasses are dataclasses
+            fits, allowed = _TYPES[f.type]
+            self._require(f.name, fits(getattr(self, f.name)), allowed)
+        self._check_ranges()
+
+    def _check_ranges(self) -> None:
+        raise NotImplementedError
+
     def _require(self, name: str, ok: bool, allowed: str) -> None:
         if not ok:
-            raise ConfigError(f"{name}={getattr(self, name)!r} is not allowed; allowed: {allowed}")
+            raise ConfigError(f"{name}={_shown(getattr(self, name))} is not allowed; allowed: {allowed}")
+
+    def _require_at_least(self, least: int, *names: str) -> None:
+        for name in names:
+            self._require(name, getattr(self, name) >= least, f"{least} or more")
+
+    def _require_between(self, low: float, high: float, *names: str) -> None:
+        for name in names:
+            self._require(name, low <= getattr(self, name) <= high, f"{low:g} to {high:g}")
+
+
+def _is_count(value: object) -> bool:
+    return _is_whole(value) and abs(value) <= MAX_MEMORY_BYTES
+
+
+def _is_number(value: object) -> bool:
+    return _is_count(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+# What a field's annotation asks of its value, in code and in words.
+_TYPES: dict[Any, tuple[Callable[[object], bool], str]] = {
+    "int": (_is_count, "a whole number up to 2^46"),
+    "float": (_is_number, "a finite number"),
+    "str": (lambda value: isinstance(value, str), "a text"),
+}
 
 
 @dataclass(frozen=True)
@@ -119,22 +182,19 @@ class CacheConfig(_Checked):
         cost="as-computed rows of that many tokens are kept beside the sealed ones",
     )
 
-    def __post_init__(self) -> None:
-        self._require("memory_bytes", self.memory_bytes > 0, "a positive number of bytes")
+    def _check_ranges(self) -> None:
         self._require("kv", self.kv in ("auto", "full", "int8"), "auto, full, int8")
         self._require(
             "block_tokens", self.block_tokens in BLOCK_TOKENS_ALLOWED, ", ".join(map(str, BLOCK_TOKENS_ALLOWED))
         )
-        self._require("initial_headroom_ratio", self.initial_headroom_ratio >= 1, "1 or more")
-        self._require("growth_factor", self.growth_factor >= 1, "1 or more")
-        self._require("min_chunk_tokens", self.min_chunk_tokens > 0, "1 or more")
-        self._require("shrink_check_tokens", self.shrink_check_tokens > 0, "1 or more")
-        self._require("defrag_interval_requests", self.defrag_interval_requests > 0, "1 or more")
-        self._require("maintain_bytes", self.maintain_bytes > 0, "1 or more")
-        self._require("cached_idle_s", self.cached_idle_s >= 0, "0 or more")
-        self._require("max_rollback_tokens", self.max_rollback_tokens >= 0, "0 or more")
-        for name in ("low_free_ratio", "shrink_threshold_ratio", "max_fragmentation_ratio", "cached_share_ratio"):
-            self._require(name, 0 <= getattr(self, name) <= 1, "0 to 1")
+        self._require_at_least(
+            1, "memory_bytes", "min_chunk_tokens", "shrink_check_tokens", "defrag_interval_requests", "maintain_bytes"
+        )
+        self._require_at_least(0, "cached_idle_s", "max_rollback_tokens")
+        self._require_between(1, _MAX_RATIO, "initial_headroom_ratio", "growth_factor")
+        self._require_between(
+            0, 1, "low_free_ratio", "shrink_threshold_ratio", "max_fragmentation_ratio", "cached_share_ratio"
+        )
 
 
 @dataclass(frozen=True)
@@ -148,6 +208,5 @@ class EngineConfig(_Checked):
     max_queued_requests: int = knob(1024, "requests that may wait; one more is refused", unit="requests")
     max_new_tokens: int = knob(256, "answer length when a request names none", unit="tokens")
 
-    def __post_init__(self) -> None:
-        for name in ("max_num_sequences", "max_step_tokens", "max_queued_requests", "max_new_tokens"):
-            self._require(name, getattr(self, name) > 0, "1 or more")
+    def _check_ranges(self) -> None:
+        self._require_at_least(1, "max_num_sequences", "max_step_tokens", "max_queued_requests", "max_new_tokens")

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from ktransformer2.config import format_bytes
 from ktransformer2.engine.outputs import RequestOutput, StreamChunk, Usage
 
 PLAIN_INTERVAL_S = 5.0
@@ -21,14 +22,6 @@ PLAIN_INTERVAL_S = 5.0
 def stderr_console() -> Console:
     """A console on stderr, without colour where NO_COLOR says so or stderr is no terminal."""
     return Console(stderr=True, highlight=False)
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Bytes with a decimal unit and three digits: 95.3 MB."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}"
-    return f"{num_bytes:.0f} B"
 
 
 def format_seconds(seconds: float) -> str:

@@ -243,7 +243,14 @@ def test_no_addresses_is_a_return_value() -> None:
 
 @pytest.mark.parametrize(
     ("limit", "reserve", "message"),
-    [(0, None, "limit_bytes=0"), (-1, None, "limit_bytes=-1"), (8 * MIB, 4 * MIB, "reserve_bytes=4194304")],
+    [
+        (0, None, "limit_bytes=0 "),
+        (-1, None, "limit_bytes=-1 "),
+        (2**46 + PAGE, None, f"limit_bytes={2**46 + PAGE} is not allowed; allowed: 4096 to {2**46}"),
+        (2**61, None, f"limit_bytes={2**61} "),
+        (8 * MIB, 4 * MIB, "reserve_bytes=4194304 "),
+        (8 * MIB, 2**64, f"reserve_bytes={2**64} is not allowed; allowed: limit_bytes={8 * MIB} to {2**49}"),
+    ],
 )
 def test_a_limit_that_makes_no_sense_is_a_typed_error(limit: int, reserve: int | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ktransformer2.errors import OutOfMemoryError
+from ktransformer2.errors import ConfigError, OutOfMemoryError
 from ktransformer2.memory import mapping as mapping_module
 from ktransformer2.memory.mapping import Mapping, huge_page_bytes
 from tests.memory.factories import MIB, PAGE
@@ -74,6 +74,12 @@ def test_addresses_are_given_back_by_close_and_when_forgotten() -> None:
 def test_more_addresses_than_the_system_has_is_a_typed_error() -> None:
     with pytest.raises(OutOfMemoryError, match=r"refuses \d+ bytes of address space"):
         Mapping(2**60, PAGE)
+
+
+@pytest.mark.parametrize("num_bytes", [0, -PAGE, 2**63, 2**64, 2**64 + PAGE])
+def test_more_addresses_than_a_pointer_names_never_reach_the_system(num_bytes: int) -> None:
+    with pytest.raises(ConfigError, match=f"{num_bytes} bytes of addresses are not allowed; allowed: 1 to {2**63}"):
+        Mapping(num_bytes, PAGE)
 
 
 def test_no_huge_pages_where_the_system_does_not_name_a_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ktransformer2.console import format_bytes, format_seconds
+from ktransformer2.config import format_bytes
+from ktransformer2.console import format_seconds
 from ktransformer2.demo.memory_curve import MemoryCurve
 from ktransformer2.demo.plots import png_plot, terminal_plot
 from ktransformer2.demo.scenario import QUESTIONS, DemoResult

@@ -20,6 +20,7 @@ import mmap
 from dataclasses import dataclass
 from typing import Protocol, Self
 
+from ktransformer2.config import MAX_MEMORY_BYTES
 from ktransformer2.errors import ConfigError, OutOfMemoryError
 from ktransformer2.layout import EXTENT_ALIGNMENT, round_up
 from ktransformer2.memory.buddy import Buddy
@@ -83,13 +84,17 @@ class Arena:
 
         The default is 8 x the limit, or less where the system refuses that.
 
-        Raises: ConfigError for a limit below one page or above the reserve; OutOfMemoryError without enough addresses.
+        Raises: ConfigError for a limit below one page or above 64 TiB, and for a reserve below the limit or above 8 x
+        that; OutOfMemoryError without enough addresses.
         """
-        if limit_bytes < EXTENT_ALIGNMENT:
-            raise ConfigError(f"limit_bytes={limit_bytes} is not allowed; allowed: {EXTENT_ALIGNMENT} bytes or more")
-        if reserve_bytes is not None and reserve_bytes < limit_bytes:
+        if not EXTENT_ALIGNMENT <= limit_bytes <= MAX_MEMORY_BYTES:
             raise ConfigError(
-                f"reserve_bytes={reserve_bytes} is not allowed; allowed: limit_bytes={limit_bytes} or more"
+                f"limit_bytes={limit_bytes} is not allowed; allowed: {EXTENT_ALIGNMENT} to {MAX_MEMORY_BYTES} bytes"
+            )
+        most = MAX_MEMORY_BYTES * _RESERVE_PER_LIMIT
+        if reserve_bytes is not None and not limit_bytes <= reserve_bytes <= most:
+            raise ConfigError(
+                f"reserve_bytes={reserve_bytes} is not allowed; allowed: limit_bytes={limit_bytes} to {most} bytes"
             )
         self._huge_bytes = huge_page_bytes()
         self._mapping = self._reserve(limit_bytes, reserve_bytes)

@@ -29,6 +29,7 @@ _MADV_NOHUGEPAGE = 15
 _MADV_COLLAPSE = 25
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _HUGE_SIZE_FILE = "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size"
+_MAX_SPAN_BYTES = 2**63
 # mincore writes one byte a page; asking in pieces keeps that buffer small.
 _MINCORE_PIECE_BYTES = 2**28
 
@@ -61,9 +62,14 @@ class Mapping:
     """One reserved range of addresses. Unmapped by `close`, or when nobody refers to it any more."""
 
     def __init__(self, num_bytes: int, alignment: int) -> None:
-        """`num_bytes` and `alignment` are multiples of the page size. Raises OutOfMemoryError if the system refuses."""
+        """`num_bytes` and `alignment` are multiples of the page size.
+
+        Raises: ConfigError for more than addresses can name; OutOfMemoryError if the system refuses.
+        """
         libc, self.page_bytes = _libc(), mmap.PAGESIZE
         span = num_bytes + alignment + 2 * self.page_bytes
+        if not 0 < num_bytes < span < _MAX_SPAN_BYTES:  # a larger number would reach the system with its top bits cut
+            raise ConfigError(f"{num_bytes} bytes of addresses are not allowed; allowed: 1 to {_MAX_SPAN_BYTES} (2^63)")
         found = libc.mmap(None, span, _PROT_NONE, _MAP_FLAGS, -1, 0)
         if found is None or found == _MAP_FAILED:
             raise OutOfMemoryError(
