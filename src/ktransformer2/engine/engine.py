@@ -14,8 +14,6 @@ Invariant: whatever a step raises, no row stays allocated that was not computed,
 from __future__ import annotations
 
 import dataclasses
-import os
-import threading
 import time
 from collections import abc
 
@@ -35,11 +33,11 @@ from ktransformer2.errors import (
     EngineClosedError,
     KTransformerError,
     NumericsError,
-    OwnershipError,
     QueueFullError,
     RequestError,
 )
 from ktransformer2.models.batch import CausalModel, FlatBatch
+from ktransformer2.ownership import Owner
 
 
 class Engine:
@@ -61,7 +59,8 @@ class Engine:
         self._scheduler = Scheduler(cache, self.config)
         self._requests: dict[str, Request] = {}
         self._stats = EngineStats()
-        self._owner = (os.getpid(), threading.get_ident())
+        self._owner = Owner("the engine")
+        self._owner.check()
         self._closed = False
 
     # --- requests
@@ -244,6 +243,14 @@ class Engine:
 
     # --- figures and the end
 
+    def maintain(self) -> None:
+        """Upkeep without a step, for the owner to call now and then while idle: `step` does it when there is work.
+
+        Blocks that nobody used for `cached_idle_s` are freed, and their memory is given back to the system.
+        """
+        self._check_usable()
+        self._cache.maintain()
+
     def _count(self, step: Step, began_s: float) -> None:
         stats = self._stats
         stats.num_steps += 1
@@ -277,13 +284,7 @@ class Engine:
     def _check_usable(self) -> None:
         if self._closed:
             raise EngineClosedError("the engine was closed; make a new one")
-        owner, caller = self._owner, (os.getpid(), threading.get_ident())
-        if caller != owner:
-            what = "a child process after fork" if caller[0] != owner[0] else "a second thread"
-            raise OwnershipError(
-                f"the engine belongs to thread {owner[1]} of process {owner[0]} and was used from {what}; "
-                "use it from the thread that made it, or make one there"
-            )
+        self._owner.check()
 
     def _check_queue(self, request_id: str) -> None:
         if request_id in self._requests:

@@ -1,0 +1,30 @@
+"""One thread at a time owns memory, cache and scheduler; here the others are told. Knows nothing of what is owned."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from ktransformer2.errors import OwnershipError
+
+
+class Owner:
+    """The thread that something belongs to: the one that calls `check` first."""
+
+    def __init__(self, what: str) -> None:
+        """`what` names the thing in the message, such as "the engine"."""
+        self._what = what
+        self._thread: tuple[int, int] | None = None  # process id, thread id
+
+    def check(self) -> None:
+        """Side effect: the first call takes possession. Raises: OwnershipError from any other thread or process."""
+        here = (os.getpid(), threading.get_ident())
+        if self._thread is None:
+            self._thread = here
+        if self._thread != here:
+            process, thread = self._thread
+            which = "a child process after fork" if process != here[0] else "a second thread"
+            raise OwnershipError(
+                f"{self._what} belongs to thread {thread} of process {process} and was used from {which}; "
+                "send the work to that thread, or make another one here"
+            )
