@@ -1,13 +1,14 @@
 """How keys and values lie in memory: forms, pages, extents, and the shape letters. Knows no allocator and no tensor.
 
 Shape letters, used in every comment and docstring of the package:
-    T tokens in a step, S sequences, B blocks, L layers of a group, H query heads, G KV heads, D head size, P block tokens.
+    T tokens in a step, S sequences, B blocks, L layers of a group,
+    H query heads, G KV heads, D head size, P block tokens.
 
 A **page** is one layer of one block: `K | K scales | V | V scales`, each section on a 64-byte boundary.
     full form   K [G, P, Dk], V [G, P, Dv]            in fp32, bf16 or fp16
-    int8        K codes [G, P/16, Dk/4, 16, 4]        16 tokens x 4 channels: an 8-bit dot product needs no horizontal sum
+    int8        K codes [G, P/16, Dk/4, 16, 4]        16 tokens x 4 channels: a dot product needs no horizontal sum
                 V codes [G, P/4, Dv, 4]               4 tokens x channel
-                scales  [G, P] fp16, one per token and head, for K and for V:   value = code * scale, code in [-127, 127]
+                scales  [G, P] fp16, one per token and head, for K and for V: value = code * scale, |code| <= 127
 The layout is the same for every instruction set, so a page can be read by any machine.
 An **extent** holds all pages of a block, layer after layer, in one contiguous range.
 
@@ -20,6 +21,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 
+# Part of every fingerprint and hash chain: a change in how a key or value is computed or sealed must not meet older
+# blocks.
+NUMERICS_VERSION = 1
 PAGE_ALIGNMENT = 64
 EXTENT_ALIGNMENT = 4096
 KEY_TILE_TOKENS = 16
@@ -89,10 +93,10 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Fixed-frequency rotary embedding, as far as a shift needs it. None instead of a RopeSpec: the layers are not rotated.
+    """Fixed-frequency rotary embedding, as far as a shift needs it. None in its place: the layers are not rotated.
 
-    `inv_freq` has rotary_size / 2 entries (radians per position); the first `rotary_size` channels of a head are rotated,
-    channel i together with channel i + rotary_size/2 (`interleaved=False`) or 2i with 2i+1 (`interleaved=True`).
+    `inv_freq` has rotary_size / 2 entries (radians per position); the first `rotary_size` channels of a head are
+    rotated, channel i with channel i + rotary_size/2 (`interleaved=False`) or 2i with 2i+1 (`interleaved=True`).
     """
 
     inv_freq: tuple[float, ...]

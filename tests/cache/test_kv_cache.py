@@ -391,3 +391,122 @@ def test_capacity_holds_what_it_says_also_with_a_window_and_large_steps(kv: str)
     assert table.num_tokens == capacity
     assert not cache.allocate(table, 129)
     cache.check_integrity()
+
+
+@BOTH
+def test_a_rollback_without_room_for_its_copy_changes_nothing(kv: str) -> None:
+    cache = make_cache(
+        FULL_GROUP, WINDOW_GROUP, kv=kv, memory_bytes=300 * 1024, min_chunk_tokens=16, max_rollback_tokens=40
+    )
+    table = start(cache, PROMPT)
+    assert table is not None
+    fork = cache.fork(table)
+    hogs = []
+    while (hog := start(cache, [5])) is not None:
+        hogs.append(hog)
+    assert not cache.rollback(fork, 10)
+    cache.check_integrity()
+    assert_rows(cache, fork, PROMPT)
+    for hog in hogs:
+        cache.release(hog)
+    assert cache.rollback(fork, 10)
+    assert append(cache, fork, [1, 2])
+    assert_rows(cache, fork, [*PROMPT[:40], 1, 2])
+    assert_rows(cache, table, PROMPT)
+
+
+def test_a_fork_keeps_its_own_reach_when_the_other_goes_on() -> None:
+    cache = make_cache(kv="int8", max_rollback_tokens=40)
+    table = start(cache, PROMPT)
+    assert table is not None
+    fork = cache.fork(table)
+    assert append(cache, table, [1] * 100)
+    assert cache.rollback(fork, 40)
+    assert append(cache, fork, [2] * 10)
+    assert_rows(cache, fork, [*PROMPT[:10], *[2] * 10])
+    cache.check_integrity()
+
+
+def test_a_block_that_a_shift_closed_is_still_sealed_when_a_fork_fills_it() -> None:
+    cache = make_cache(kv="int8")
+    table = start(cache, PROMPT[:10])
+    assert table is not None
+    fork = cache.fork(table)
+    cache.shift(table, 5)
+    cache.release(table)
+    assert append(cache, fork, PROMPT[10:16])
+    block = cache._residency.stores[0].block(int(fork.groups[0].entries[0, BLOCK]))
+    assert block.indexed
+    assert block.open_extent == 0
+    assert_rows(cache, fork, PROMPT[:16])
+    cache.check_integrity()
+
+
+def test_a_request_in_vain_costs_nobody_a_prefix() -> None:
+    cache = make_cache(memory_bytes=2**20)
+    table = start(cache, PROMPT)
+    assert table is not None
+    cache.release(table)
+    other = cache.new_table()
+    assert not cache.allocate(other, 100_000, cache.match([1, 2, 3]))
+    assert cache.stats().evictions == {}
+    assert cache.match([*PROMPT, 1]).num_tokens == 50
+
+
+def test_a_drop_that_would_bare_what_a_window_let_go_is_refused() -> None:
+    cache = make_cache(FULL_GROUP, WINDOW_GROUP)
+    table = start(cache, [7] * 320)
+    assert table is not None
+    for _ in range(4):
+        assert append(cache, table, [7])
+    entries = table.groups[1].entries.copy()
+    with pytest.raises(ConfigError, match="sliding window have let go rows"):
+        cache.drop(table, 200, 324)
+    assert (table.groups[1].entries == entries).all()
+    cache.drop(table, 10, 250)  # what all windows have passed
+    assert table.num_tokens == 84
+    cache.check_integrity()
+
+
+def test_tables_are_counted_and_shrink() -> None:
+    cache = make_cache(memory_bytes=256 * 2**20)
+    tables = [start(cache, [i] * 16) for i in range(300)]
+    grown = cache.stats().table_bytes
+    assert grown == 2 * 512 * 2 * 8  # page table and open table, 512 rows, two layers, 8 bytes
+    assert cache._arena.stats.charged_bytes > grown  # the block tables are counted too
+    for table in tables:
+        assert table is not None
+        cache.release(table)
+    cache.clear()
+    assert cache.stats().table_bytes == 0
+    assert cache._arena.stats.charged_bytes == 0
+    assert start(cache, PROMPT) is not None
+    cache.check_integrity()
+
+
+def test_the_order_of_eviction_is_kept_in_bounded_space() -> None:
+    clock = Clock()
+    cache = make_cache(clock=clock)
+    keeper = start(cache, [3] * 16)
+    assert keeper is not None
+    cache.release(keeper)
+    for _ in range(2000):
+        table = start(cache, PROMPT)
+        assert table is not None
+        clock.now += 1
+        cache.release(table)
+    assert len(cache._residency._lru._heap) <= 64
+
+
+def test_a_prompt_is_hashed_once() -> None:
+    cache = make_cache(kv="int8")
+    table = start(cache, PROMPT)
+    assert table is not None
+    chain: list[bytes] = []
+    assert cache.match(PROMPT, chain=chain).num_tokens == 48
+    assert chain == table.keys
+    marked = [*chain]
+    assert cache.match([*PROMPT, 1, 2], chain=chain).keys == tuple(marked)
+    other: list[bytes] = []
+    assert cache.match([*PROMPT[:20], *range(90)], chain=other).num_tokens == 16
+    assert len(other) == 2  # the miss is remembered too

@@ -335,10 +335,11 @@ def test_a_reserve_beyond_the_context_says_what_to_lower() -> None:
 @pytest.mark.parametrize("kv", ["full", "int8"])
 def test_memory_that_cannot_hold_a_request_is_named_in_numbers(kv: str) -> None:
     bench = Bench(num_blocks=4, kv=kv)
-    capacity = bench.cache.capacity_tokens()
+    chunk = bench.engine.config.max_step_tokens
+    capacity = bench.cache.capacity_tokens(chunk)
     error = refusal(bench, prompt(capacity - 4), SamplingParams(max_new_tokens=5))
     assert isinstance(error, OutOfMemoryError)
-    need, have = bench.cache.bytes_for(capacity + 1) / 1e6, bench.cache.config.memory_bytes / 1e6
+    need, have = bench.cache.bytes_for(capacity + 1, chunk) / 1e6, bench.cache.config.memory_bytes / 1e6
     int8 = ", or hold keys and values in int8 (kv='int8')" if kv == "full" else ""
     assert str(error) == (
         f"a prompt of {capacity - 4} tokens and a reserve of 5 for the answer need {capacity + 1} tokens in the cache, "

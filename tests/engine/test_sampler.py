@@ -181,7 +181,38 @@ def test_logprobs_zero_gives_the_chosen_token_only() -> None:
     assert token.logprob.logprob == pytest.approx(math.log(0.25))
 
 
-def test_rows_that_are_not_finite_are_named() -> None:
-    logits = torch.zeros(4, 3)
-    logits[1, 2], logits[2, 0], logits[3, 1] = math.nan, math.inf, -math.inf
-    assert finite_rows(logits) == [True, False, False, False]
+@pytest.mark.parametrize("vocab", [3, 1000, 49_152])
+def test_rows_that_cannot_be_sampled_from_are_named(vocab: int) -> None:
+    logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(0))
+    logits[1, -1], logits[2, 1] = math.nan, math.inf
+    logits[3] = -math.inf
+    logits[4] = -math.inf
+    logits[4, vocab // 2] = math.nan
+    logits[5, 0], logits[5, 1] = math.inf, -math.inf
+    assert finite_rows(logits) == [True, False, False, False, False, False]
+
+
+@pytest.mark.parametrize("masked", [-math.inf, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 1.0, "seed": 1},
+        {"temperature": 1.0, "seed": 1, "top_p": 0.999, "min_p": 0.001},
+        {"temperature": 1.0, "seed": 1, "top_k": 900},
+        {"temperature": 2.0, "seed": 1, "repetition_penalty": 1.3, "frequency_penalty": 1.0, "logprobs": 3},
+    ],
+)
+def test_a_model_may_forbid_most_of_its_vocabulary(masked: float, params: dict[str, Any]) -> None:
+    logits = torch.full((1, 1000), masked)
+    allowed = [7, 500, 999]
+    logits[0, allowed] = torch.tensor([1.0, 3.0, 2.0])
+    assert finite_rows(logits) == [True]
+    sampler = state([7, 8], **params)
+    for _ in range(50):
+        (token,) = sample(logits, [sampler])
+        assert token.token_id in allowed
+        sampler.observe(token.token_id)
+        if token.logprob is not None:
+            assert [token_id for token_id, _ in token.logprob.top] == [500, 999, 7]
+            assert all(math.isfinite(logprob) for _, logprob in token.logprob.top)

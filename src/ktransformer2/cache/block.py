@@ -22,6 +22,8 @@ import numpy.typing as npt
 
 BLOCK, FIRST_ROW, ROWS, SHIFT = range(4)
 RELEASED = -1
+_KEY_BYTES = 32 + 33 + 8  # a SHA-256 digest, its object, its place in the list
+_ENTRY_BYTES = 16  # four int32; the array doubles, so up to twice that is held
 
 
 class Block:
@@ -135,6 +137,7 @@ class BlockTable:
 
     __slots__ = (
         "cached_tokens",
+        "charged_bytes",
         "groups",
         "keys",
         "num_tokens",
@@ -154,6 +157,7 @@ class BlockTable:
         self.num_tokens = 0
         self.pending = 0
         self.cached_tokens = 0
+        self.charged_bytes = 0
         self.position_offset = 0
 
     def copy(self) -> BlockTable:
@@ -164,6 +168,11 @@ class BlockTable:
         other.num_tokens, other.cached_tokens = self.num_tokens, self.cached_tokens
         other.position_offset = self.position_offset
         return other
+
+    def bytes_with(self, num_tokens: int, block_tokens: int) -> int:
+        """About what the table itself takes with `num_tokens` more: 4 bytes a token, a key and an entry a block."""
+        tokens = self.num_tokens + num_tokens
+        return 4 * tokens + (tokens // block_tokens + 1) * (_KEY_BYTES + 2 * _ENTRY_BYTES * len(self.groups))
 
     @property
     def next_position(self) -> int:

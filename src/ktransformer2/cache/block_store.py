@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import heapq
+from collections.abc import Sequence
 
 import torch
 
@@ -55,7 +56,7 @@ class BlockStore:
         return len(self.blocks) - len(self._free_ids)
 
     def block(self, block_id: int) -> Block:
-        block = self.blocks[block_id]
+        block = self.blocks[block_id] if block_id >= 0 else None
         assert block is not None, f"block {self.index}:{block_id} is free"
         return block
 
@@ -92,7 +93,7 @@ class BlockStore:
         return True
 
     def reopen(self, block: Block) -> None:
-        """The block is filling again, from its rows as computed."""
+        """The block is filling again, from its rows as computed. It always is where nothing is quantised."""
         assert block.open_extent, f"{block} has no rows as computed"
         if block.extent not in (0, block.open_extent):
             self._give_back(self.sealed_pool, block.extent)
@@ -133,13 +134,18 @@ class BlockStore:
 
     # --- moving
 
-    def defragment(self, budget_bytes: int) -> int:
-        """Move extents so that runs empty and order returns; bytes moved. Handles do not change, only table rows."""
+    def defragment(self, budget_bytes: int, chains: Sequence[Sequence[Block]] = ()) -> int:
+        """Move extents so that runs empty and order returns; bytes moved. Handles do not change, only table rows.
+
+        `chains`: blocks in the order in which a sequence reads them; among the moved ones neighbours come side by side.
+        """
         moved = 0
         for pool in self.pools:
             # A budget below one extent would never move anything.
             budget = max(budget_bytes - moved, pool.extent_bytes if not moved else 0)
-            moved += sum(self._move(pool, move) for move in plan_moves(pool, budget))
+            order = [[self._in_pool(pool, block) for block in chain] for chain in chains]
+            moves = plan_moves(pool, budget, [[address for address in chain if address] for chain in order])
+            moved += sum(self._move(pool, move) for move in moves)
         return moved
 
     def _move(self, pool: SlabPool, move: Move) -> int:
@@ -157,16 +163,36 @@ class BlockStore:
     # --- tables
 
     def _grow_tables(self) -> bool:
-        rows, layers = self.page_table.shape
-        more = max(_FIRST_TABLE_ROWS, rows)
-        if not self._arena.charge(2 * more * layers * 8):
+        return self._resize_tables(max(_FIRST_TABLE_ROWS, 2 * len(self.blocks)))
+
+    def shrink_tables(self) -> None:
+        """Give back the table rows behind the highest block id in use; no room for the copy: they stay."""
+        highest = max((block.block_id for block in self.live_blocks()), default=-1)
+        rows = self._rows_for(highest + 1) if highest >= 0 else 0
+        if rows < len(self.blocks):
+            self._resize_tables(rows)
+
+    def _resize_tables(self, rows: int) -> bool:
+        """Copy both tables into `rows` rows. Old and new are charged while both are there. False: no room."""
+        before, kept = self.table_bytes(), min(rows, len(self.blocks))
+        if not self._arena.charge(2 * rows * len(self.group.layers) * 8):
             return False
-        extra = torch.zeros(more, layers, dtype=torch.int64)
-        self.page_table = torch.cat([self.page_table, extra])
-        self.open_table = torch.cat([self.open_table, extra])
-        self.blocks += [None] * more
-        self._free_ids = list(range(rows, rows + more))
+        for name in ("page_table", "open_table"):
+            table = torch.zeros(rows, len(self.group.layers), dtype=torch.int64)
+            table[:kept] = getattr(self, name)[:kept]
+            setattr(self, name, table)
+        self._arena.discharge(before)
+        self.blocks = self.blocks[:kept] + [None] * (rows - kept)
+        self._free_ids = [block_id for block_id, block in enumerate(self.blocks) if block is None]
         return True
+
+    @staticmethod
+    def _rows_for(num_blocks: int) -> int:
+        """Tables double from their first size."""
+        rows = _FIRST_TABLE_ROWS
+        while rows < num_blocks:
+            rows *= 2
+        return rows
 
     def _set_extent(self, block: Block, address: int) -> None:
         """Rows of the page table: sealed forms, or full ones where the sealed rows are the open rows."""
@@ -180,8 +206,10 @@ class BlockStore:
 
     def _near(self, pool: SlabPool, block: Block | None) -> int:
         """The address in `pool` that the sequence's last block has, so that the next one lies behind it."""
-        if block is None:
-            return 0
+        return 0 if block is None else self._in_pool(pool, block)
+
+    def _in_pool(self, pool: SlabPool, block: Block) -> int:
+        """The block's extent in `pool`; 0: it has none there."""
         if pool is self.open_pool:
             return block.open_extent
         return block.extent if block.extent != block.open_extent else 0
@@ -197,11 +225,8 @@ class BlockStore:
         return 2 * self.page_table.numel() * 8
 
     def table_bytes_for(self, num_blocks: int) -> int:
-        """Bytes of both page tables once they hold `num_blocks`: they double from their first size."""
-        rows = _FIRST_TABLE_ROWS
-        while rows < num_blocks:
-            rows *= 2
-        return 2 * rows * len(self.group.layers) * 8
+        """Bytes of both page tables once they hold `num_blocks`, and never less than they have now."""
+        return max(self.table_bytes(), 2 * self._rows_for(num_blocks) * len(self.group.layers) * 8)
 
     def check_integrity(self) -> None:
         owners: dict[int, Block] = {}

@@ -30,12 +30,12 @@ from ktransformer2.cache.table_edits import TableEdits
 from ktransformer2.config import CacheConfig
 from ktransformer2.errors import ConfigError, EngineClosedError, OwnershipError
 from ktransformer2.kernels.batch import KVBatch
-from ktransformer2.layout import Form, ModelGeometry
+from ktransformer2.layout import NUMERICS_VERSION, Form, ModelGeometry
 from ktransformer2.memory.arena import Arena
 from ktransformer2.memory.slab import SlabPool
 
-# Part of every hash chain: a change in how a key or value is computed or sealed must not meet older blocks.
-NUMERICS_VERSION = "1"
+# Blocks freed between two looks for holes: a look costs some 10 us a run, a decode step frees no block.
+_FREES_PER_LOOK = 16
 
 
 @dataclass(frozen=True)
@@ -66,27 +66,33 @@ class KVCache:
         self._clock = clock
         self._arena = Arena(config.memory_bytes)
         stores = [BlockStore(self._arena, geometry, i, sealed, config) for i in range(len(geometry.groups))]
-        self._residency = Residency(stores, clock)
+        self._residency = Residency(self._arena, stores, clock)
         self._edits = TableEdits(self._residency, config.block_tokens, config.max_rollback_tokens)
         self._tables: set[BlockTable] = set()  # those that may hold blocks; recounted by check_integrity
         self._owner: tuple[int, int] | None = None
         self._closed = False
         self._defrag_due = False
+        self._frees_seen = 0
         self._last_publish_s = clock()
 
     # --- finding
 
-    def match(self, token_ids: Sequence[int], salt: bytes = b"") -> PrefixMatch:
-        """The longest reusable prefix of `token_ids`, at most all but the last token. Side effects: none."""
+    def match(self, token_ids: Sequence[int], salt: bytes = b"", chain: list[bytes] | None = None) -> PrefixMatch:
+        """The longest reusable prefix of `token_ids`, at most all but the last token.
+
+        `chain`: the caller's list of this prompt's block hashes, so that none is computed twice; it is filled as far as
+        was needed. Other side effects: none.
+        """
         self._check_owner()
-        data, key = token_bytes(token_ids[:-1]), self._root(salt)
-        keys, step = [], 4 * self.config.block_tokens
+        data, keys = token_bytes(token_ids[:-1]), [] if chain is None else chain
+        step, known = 4 * self.config.block_tokens, 0
         for at in range(0, len(data) - step + 1, step):
-            key = next_key(key, data[at : at + step])
-            if all(index.get(key) is None for index in self._residency.indexes):
+            if known == len(keys):
+                keys.append(next_key(keys[-1] if keys else self._root(salt), data[at : at + step]))
+            if all(index.get(keys[known]) is None for index in self._residency.indexes):
                 break  # the chain is not hashed past its first miss
-            keys.append(key)
-        keys = keys[: self._longest_complete(keys)]
+            known += 1
+        keys = keys[: self._longest_complete(keys[:known])]
         rest = data[len(keys) * step :]
         partial = self._partial_rows(keys[-1] if keys else self._root(salt), rest)
         num_tokens = len(keys) * self.config.block_tokens + partial
@@ -140,7 +146,7 @@ class KVCache:
         if match is not None:
             assert table.num_tokens == 0, f"a table with {table.num_tokens} tokens cannot adopt a prefix"
             self._adopt(table, match)
-        if not self._edits.extend(table, num_tokens):
+        if not (self._edits.extend(table, num_tokens) and self._charge(table, num_tokens)):
             if match is not None:
                 self._reset(table)
             return False
@@ -148,6 +154,17 @@ class KVCache:
         if match is not None:
             self._residency.counters.hit_tokens += table.num_tokens
             self._residency.counters.lookup_tokens += match.prompt_tokens
+        return True
+
+    def _charge(self, table: BlockTable, num_tokens: int) -> bool:
+        """Count the table itself against the limit, as it will be with `num_tokens` more. False: no room, trimmed."""
+        more = table.bytes_with(num_tokens, self.config.block_tokens) - table.charged_bytes
+        if more > 0 and self._residency.take(lambda: self._arena.charge(more) or None) is None:
+            self._edits.trim(table, table.num_tokens)
+            return False
+        if more < 0:
+            self._arena.discharge(-more)
+        table.charged_bytes += more
         return True
 
     def _adopt(self, table: BlockTable, match: PrefixMatch) -> None:
@@ -239,12 +256,14 @@ class KVCache:
             self._residency.indexes, self._residency.stores, table.groups, strict=True
         ):
             block = store.block(int(group_table.entries[-1, BLOCK]))
-            if block.references == 1:
+            if block.references == 1 and not block.indexed:
                 index.add(block, table.tail_key(), tokens, full=False)
 
     def _reset(self, table: BlockTable) -> None:
         self._edits.release(table)
         self._tables.discard(table)
+        self._arena.discharge(table.charged_bytes)
+        table.charged_bytes = 0
         table.num_tokens = table.cached_tokens = table.position_offset = table.pending = 0
         del table.tokens[:]
         table.keys.clear()
@@ -311,10 +330,16 @@ class KVCache:
         """Tokens [start, stop) leave the context; what follows closes up by a shift. Approximate: the caller's choice.
 
         Side effects: blocks made later are not published.
-        Raises: ConfigError for a model whose rotary embedding cannot be shifted.
+        Raises: ConfigError for a model whose rotary embedding cannot be shifted, and where a sliding window would see
+        again what it has let go; nothing has changed then.
         """
         assert 0 <= start <= stop <= table.num_tokens, f"[{start}, {stop}) of {table.num_tokens} tokens"
         self._start_moving(table)
+        if self._edits.bares_released(table, start, stop):
+            raise ConfigError(
+                f"cannot drop tokens {start} to {stop}: layers with a sliding window have let go rows before them that "
+                "would come into view again; drop tokens that all windows have passed"
+            )
         self._edits.cut(table, start, stop)
         del table.tokens[start:stop]
         del table.keys[start // self.config.block_tokens :]
@@ -337,15 +362,15 @@ class KVCache:
         self._residency.evict_past(share, now - config.cached_idle_s)
         idle = now - self._last_publish_s >= config.cached_idle_s
         for pool in self._pools():
-            if idle and pool.reclaimable_bytes:
-                pool.trim()  # nothing came for so long that no chunk is kept for it either
-            else:
-                pool.shrink()
-        if finished_requests:  # only then do holes appear
-            counters.requests_since_defrag += finished_requests
-            self._defrag_due |= counters.requests_since_defrag >= config.defrag_interval_requests or any(
-                pool.fragmentation_ratio > config.max_fragmentation_ratio for pool in self._pools()
-            )
+            pool.shrink()
+        if idle and any(pool.reclaimable_bytes for pool in self._pools()):
+            self._give_back()  # nothing came for so long that no chunk is kept for it either
+        counters.requests_since_defrag += finished_requests
+        self._defrag_due |= counters.requests_since_defrag >= config.defrag_interval_requests
+        frees = sum(pool.stats.frees for pool in self._pools())
+        if frees - self._frees_seen >= _FREES_PER_LOOK:  # only frees make holes
+            self._frees_seen = frees
+            self._defrag_due |= any(p.fragmentation_ratio > config.max_fragmentation_ratio for p in self._pools())
         if self._defrag_due:
             self._defrag_due = self._defragment(config.maintain_bytes) > 0
 
@@ -357,8 +382,12 @@ class KVCache:
     def _defragment(self, budget_bytes: int) -> int:
         counters = self._residency.counters
         moved = 0
-        for store in self._residency.stores:
-            moved += store.defragment(budget_bytes - moved)
+        for g, store in enumerate(self._residency.stores):
+            chains = [
+                [store.block(i) for i in table.groups[g].entries[:, BLOCK].tolist() if i != RELEASED]
+                for table in self._tables
+            ]
+            moved += store.defragment(budget_bytes - moved, chains)
         counters.moved_bytes += moved
         counters.defrag_runs += 1
         if moved == 0:
@@ -370,9 +399,14 @@ class KVCache:
         self._check_owner()
         before = self._arena.stats.committed_bytes
         self._residency.evict_all()
+        self._give_back()
+        return before - self._arena.stats.committed_bytes
+
+    def _give_back(self) -> None:
         for pool in self._pools():
             pool.trim()
-        return before - self._arena.stats.committed_bytes
+        for store in self._residency.stores:
+            store.shrink_tables()
 
     # --- figures
 
@@ -395,9 +429,12 @@ class KVCache:
             window = store.group.window
             # Two blocks of slack: the window and the chunk may both begin inside one.
             held = num_tokens if window is None else min(num_tokens, window + chunk_tokens + 2 * size)
-            total += held // size * store.sealed_layout.extent_bytes + store.open_layout.extent_bytes
-            total += store.table_bytes_for(-(-num_tokens // size) + 1)
-        return total
+            num_open = 1
+            if not store.seals_in_place:  # a chunk may begin in one filling block and end in another
+                num_open += (chunk_tokens > 0) - (-self.config.max_rollback_tokens // size)
+            total += held // size * store.sealed_layout.extent_bytes + num_open * store.open_layout.extent_bytes
+            total += store.table_bytes_for(held // size + 2)
+        return total + BlockTable(len(self._residency.stores), b"", True).bytes_with(num_tokens, size)
 
     def capacity_tokens(self, chunk_tokens: int = 0) -> int:
         """The most tokens that one sequence can hold under the limit, read in steps of `chunk_tokens`."""

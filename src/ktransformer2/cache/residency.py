@@ -15,6 +15,7 @@ from ktransformer2.cache.block_store import BlockStore
 from ktransformer2.cache.prefix_index import PrefixIndex
 from ktransformer2.cache.replacement import LeavesFirstLRU
 from ktransformer2.cache.stats import Counters
+from ktransformer2.memory.arena import Arena
 
 T = TypeVar("T")
 
@@ -22,7 +23,8 @@ T = TypeVar("T")
 class Residency:
     """Blocks of all layer groups under one order of eviction."""
 
-    def __init__(self, stores: Sequence[BlockStore], clock: Callable[[], float]) -> None:
+    def __init__(self, arena: Arena, stores: Sequence[BlockStore], clock: Callable[[], float]) -> None:
+        self._arena = arena
         self.stores = stores
         self.indexes = [PrefixIndex() for _ in stores]
         self.counters = Counters()
@@ -50,6 +52,11 @@ class Residency:
         block.last_used = self._clock()
         self.cached_bytes += store.block_bytes(block)
         self._lru.offer(block)
+
+    def could_hold(self, num_bytes: int) -> bool:
+        """Whether that many bytes of extents are free, reclaimable, or held by blocks that can be evicted."""
+        reclaimable = sum(pool.reclaimable_bytes for store in self.stores for pool in store.pools)
+        return num_bytes <= self._arena.free_bytes + reclaimable + self.cached_bytes
 
     def take(self, attempt: Callable[[], T | None]) -> T | None:
         """`attempt()` until it gives something, evicting one block after another. None: nothing is left to evict."""

@@ -24,11 +24,34 @@ class TableEdits:
 
     def extend(self, table: BlockTable, num_tokens: int) -> bool:
         """Entries for `num_tokens` more rows in every group. False: no room, nothing has changed."""
+        if not self._residency.could_hold(self._bytes_to_extend(table, num_tokens)):
+            return False  # known before the first eviction, so that a request in vain costs nobody's prefix
         for store, group_table in zip(self._residency.stores, table.groups, strict=True):
             if not self._extend_group(table, group_table, store, num_tokens):
                 self.trim(table, table.num_tokens)
                 return False
         return True
+
+    def _bytes_to_extend(self, table: BlockTable, num_tokens: int) -> int:
+        """What `extend` will take, in bytes of extents."""
+        size, total = self._block_tokens, 0
+        for store, group_table in zip(self._residency.stores, table.groups, strict=True):
+            left, num_open, num_sealed = num_tokens, 0, 0
+            if group_table.open_entry and num_tokens:
+                block, rows = self._last_entry(group_table, store)
+                num_open += block.references > 1
+                num_sealed += rows + num_tokens >= size
+                left = max(0, num_tokens - (size - rows))
+            full, rest = divmod(left, size)
+            num_sealed += full
+            num_open += rest > 0
+            if store.seals_in_place:
+                num_open += full
+                num_sealed = 0
+            else:
+                num_open += min(full, -(-max(0, self._max_rollback_tokens - rest) // size))
+            total += num_open * store.open_layout.extent_bytes + num_sealed * store.sealed_layout.extent_bytes
+        return total
 
     def _extend_group(self, table: BlockTable, group_table: GroupTable, store: BlockStore, num_tokens: int) -> bool:
         at, end, size = table.num_tokens, table.num_tokens + num_tokens, self._block_tokens
@@ -78,10 +101,12 @@ class TableEdits:
             if own is None:
                 return -1
             block = own
+        if block.extent and not store.seals_in_place:
+            store.reopen(block)  # somebody else closed it, and has left
         start = at - rows
         taken = min(self._block_tokens, end - start)
         if taken == self._block_tokens and not store.seals_in_place:
-            if block.extent == 0 and not self._take_sealed(group_table, store):
+            if not self._take_sealed(group_table, store):
                 return -1
             group_table.sealing.append((block.block_id, start))
         block.rows = taken
@@ -93,14 +118,18 @@ class TableEdits:
         """Copy on write: the last entry's block is replaced by a copy of its rows as computed. None: no room."""
         shared, _ = self._last_entry(group_table, store)
         own = self._residency.take(lambda: store.new_block(keep_open=True, near=shared))
-        if own is None:
-            return None
+        if own is not None:
+            self._replace_last(group_table, store, own, rows)
+        return own
+
+    def _replace_last(self, group_table: GroupTable, store: BlockStore, own: Block, rows: int) -> None:
+        """The new block `own` takes the last entry's first `rows` rows as computed, and its place."""
+        shared, _ = self._last_entry(group_table, store)
         store.copy_open(shared, own)
         own.references, own.rows = 1, rows
         self._residency.counters.copied_tokens += rows
         group_table.entries[-1, BLOCK] = own.block_id
         self._residency.unrefer(shared)
-        return own
 
     def _take_sealed(self, group_table: GroupTable, store: BlockStore) -> bool:
         """The extent that the last entry's block will be sealed into, behind that of the block before it."""
@@ -112,24 +141,49 @@ class TableEdits:
     # --- cutting
 
     def trim(self, table: BlockTable, keep: int) -> bool:
-        """Drop every row behind `keep` tokens; a block cut in its middle fills again. False: no room for its copy."""
+        """Drop every row behind `keep` tokens; a block cut in its middle fills again.
+
+        False: no room for the copy of one that is shared; nothing has changed.
+        """
+        copies: list[Block | None] = []
         for store, group_table in zip(self._residency.stores, table.groups, strict=True):
-            group_table.sealing.clear()
-            start = group_table.num_rows
-            while group_table.num_entries:
-                rows = int(group_table.entries[-1, ROWS])
-                start -= rows
-                if start + rows <= keep:
-                    break
-                if start < keep:
-                    if not self._shorten(group_table, store, keep - start):
-                        return False
-                    break
-                self._pop(group_table, store)
+            copy = None
+            if self._cuts_shared(group_table, store, keep):
+                copy = self._residency.take(lambda s=store: s.new_block(keep_open=True, near=None))  # type: ignore[misc]
+                if copy is None:
+                    for made in filter(None, copies):
+                        self._residency.stores[made.group].free(made)
+                    return False
+            copies.append(copy)
+        for store, group_table, copy in zip(self._residency.stores, table.groups, copies, strict=True):
+            self._trim_group(group_table, store, keep, copy)
         table.num_tokens = keep
         del table.tokens[keep:]
         del table.keys[keep // self._block_tokens :]
         return True
+
+    def _cuts_shared(self, group_table: GroupTable, store: BlockStore, keep: int) -> bool:
+        """Whether `keep` falls inside an entry whose block fills again, and that others name too."""
+        ends = np.cumsum(group_table.entries[:, ROWS])
+        cut = int(np.searchsorted(ends, keep, side="left"))
+        if keep == 0 or cut == len(ends) or ends[cut] == keep:
+            return False
+        block_id, first_row, _, shift = group_table.entries[cut].tolist()
+        block = store.block(block_id)
+        return block.references > 1 and bool(block.open_extent) and not (first_row or shift)
+
+    def _trim_group(self, group_table: GroupTable, store: BlockStore, keep: int, copy: Block | None) -> None:
+        group_table.sealing.clear()
+        start = group_table.num_rows
+        while group_table.num_entries:
+            rows = int(group_table.entries[-1, ROWS])
+            start -= rows
+            if start + rows <= keep:
+                return
+            if start < keep:
+                self._shorten(group_table, store, keep - start, copy)
+                return
+            self._pop(group_table, store)
 
     def release(self, table: BlockTable) -> None:
         """Every entry, tail first, so that leaves are older than their roots."""
@@ -143,25 +197,35 @@ class TableEdits:
         if block_id != RELEASED:
             self._residency.unrefer(store.block(block_id))
 
-    def _shorten(self, group_table: GroupTable, store: BlockStore, rows: int) -> bool:
+    def _shorten(self, group_table: GroupTable, store: BlockStore, rows: int, copy: Block | None) -> None:
         """Cut the last entry to `rows`. At its own positions, with its rows as computed, the block fills again."""
         _, first_row, _, shift = group_table.entries[-1].tolist()
         block, _ = self._last_entry(group_table, store)
-        if first_row or shift or not block.open_extent:
-            group_table.entries[-1, ROWS] = rows
-            return True
-        if block.references > 1:
-            own = self._own_copy(group_table, store, rows)
-            if own is None:
-                return False
-            block = own
-        elif block.indexed:
-            self._residency.indexes[block.group].remove(block)
-        store.reopen(block)
-        block.rows = rows
         group_table.entries[-1, ROWS] = rows
+        if first_row or shift or not block.open_extent:
+            return
+        if copy is not None:
+            self._replace_last(group_table, store, copy, rows)
+        else:
+            if block.indexed:
+                self._residency.indexes[block.group].remove(block)
+            store.reopen(block)
+            block.rows = rows
         group_table.open_entry = True
-        return True
+
+    def bares_released(self, table: BlockTable, start: int, stop: int) -> bool:
+        """Whether rows that a window let go would come into view again once [start, stop) has left."""
+        for store, group_table in zip(self._residency.stores, table.groups, strict=True):
+            window = store.group.window
+            if window is None:
+                continue
+            ends = np.cumsum(group_table.entries[:, ROWS])
+            # The newest row that stays of each entry, in the new numbering; below `start`: one before the cut.
+            newest = np.where(ends - 1 >= stop, ends - 1 - (stop - start), np.minimum(ends, start) - 1)
+            visible = newest >= table.num_tokens - (stop - start) - window + 1
+            if (visible & (newest >= 0) & (group_table.entries[:, BLOCK] == RELEASED)).any():
+                return True
+        return False
 
     def cut(self, table: BlockTable, start: int, stop: int) -> None:
         """Rows [start, stop) leave; what follows closes up by a shift. An entry cut in its middle becomes two."""
@@ -203,8 +267,9 @@ class TableEdits:
                 # What ends a block before the reach of the step before was dropped then.
                 if store.seals_in_place or block_id == RELEASED or end <= reach - num_new - self._block_tokens:
                     break
-                if end <= reach:
-                    store.drop_open(store.block(block_id))
+                block = store.block(block_id)
+                if end <= reach and block.references == 1:  # a fork may still reach it; the last one to leave drops it
+                    store.drop_open(block)
                 end -= rows
 
     def release_passed(self, table: BlockTable) -> None:

@@ -25,7 +25,6 @@ class Admission:
     def __init__(self, model: CausalModel, cache: KVCache, vocabulary: Vocabulary, config: EngineConfig) -> None:
         self._vocab_size = model.vocab_size
         self._max_positions = model.geometry.max_positions
-        self._capacity_tokens = cache.capacity_tokens(config.max_step_tokens)
         self._cache, self._vocabulary, self._config = cache, vocabulary, config
 
     def check(self, prompt_ids: abc.Sequence[int], params: SamplingParams) -> SamplingParams:
@@ -65,11 +64,11 @@ class Admission:
         )
 
     def _check_memory(self, prompt: int, reserve: int) -> None:
-        capacity = self._capacity_tokens
-        if prompt + reserve <= capacity:
+        limit, chunk = self._cache.config.memory_bytes, self._config.max_step_tokens
+        need = self._cache.bytes_for(prompt + reserve, chunk)
+        if need <= limit:
             return
-        limit = self._cache.config.memory_bytes
-        need = self._cache.bytes_for(prompt + reserve, self._config.max_step_tokens)
+        capacity = self._cache.capacity_tokens(chunk)
         raise OutOfMemoryError(
             f"a prompt of {prompt} tokens and a reserve of {reserve} for the answer need {prompt + reserve} tokens in "
             f"the cache, which are {_megabytes(need)}; the memory limit of {_megabytes(limit)} holds {capacity}. "

@@ -117,7 +117,7 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, step: Step) -> bool:
         salt = sequence.request.salt
-        match = self._cache.match(sequence.token_ids, salt)
+        match = self._cache.match(sequence.token_ids, salt, sequence.block_hashes)
         table = self._cache.new_table(salt)
         num_tokens = min(len(sequence.token_ids) - match.num_tokens, step.budget)
         if not self._cache.allocate(table, num_tokens, match):

@@ -30,6 +30,7 @@ class Sequence:
         self.request = request
         self.index = index
         self.token_ids = list(request.prompt_ids)
+        self.block_hashes: list[bytes] = []  # filled by KVCache.match, so that no block is hashed twice while it waits
         self.table: BlockTable | None = None
         self.sampling = SamplingState(params, request.prompt_ids, index)
         self.finish_reason: FinishReason | None = None
