@@ -95,9 +95,12 @@ class Penalties:
 
 
 def finite_rows(logits: torch.Tensor) -> list[bool]:
-    """Which rows of [N, V] hold neither NaN nor infinity."""
-    # A sum of NaN or infinities is not finite (and one of finite logits is, unless they pass 1e33): a single pass.
-    finite: list[bool] = logits.sum(dim=-1).isfinite().tolist()
+    """Which rows of [N, V] can be sampled from: no NaN, no +inf, and a finite logit somewhere.
+
+    -inf beside finite logits is a model's way to forbid a token.
+    """
+    # The largest of a row is NaN where one is, +inf where one is, and -inf only where all are: a single pass.
+    finite: list[bool] = logits.amax(dim=-1).isfinite().tolist()
     return finite
 
 
