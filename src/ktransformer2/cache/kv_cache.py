@@ -334,12 +334,13 @@ class KVCache:
         again what it has let go; nothing has changed then.
         """
         assert 0 <= start <= stop <= table.num_tokens, f"[{start}, {stop}) of {table.num_tokens} tokens"
-        self._start_moving(table)
+        self._check_owner()
         if self._edits.bares_released(table, start, stop):
             raise ConfigError(
                 f"cannot drop tokens {start} to {stop}: layers with a sliding window have let go rows before them that "
                 "would come into view again; drop tokens that all windows have passed"
             )
+        self._start_moving(table)
         self._edits.cut(table, start, stop)
         del table.tokens[start:stop]
         del table.keys[start // self.config.block_tokens :]

@@ -45,7 +45,9 @@ def _slots(table: BlockTable, group: int, num_new: int, block_tokens: int) -> li
     """Slots of the table's new rows, entry by entry from the last one back to the first that holds a new row."""
     entries = table.groups[group].entries
     end, pieces = table.num_tokens + num_new, []
-    for block_id, rows in entries[::-1, [BLOCK, ROWS]].tolist():
+    # All but the first and the last entry with a new row are full: no need to look at a whole context.
+    tail = entries[-(num_new // block_tokens + 2) :, [BLOCK, ROWS]]
+    for block_id, rows in tail[::-1].tolist():
         if end <= table.num_tokens:
             break
         start = max(end - rows, table.num_tokens)
