@@ -210,7 +210,7 @@ struct TileRun {
         return V::reduce_add(poison);
     }
 
-    static void fetch_scales(const Section& section) {
+    KT_INLINE static void fetch_scales(const Section& section) {
         if (section.form != Form::int8) return;
         for (int t = 0; t < kSpanTokens; t += 32) V::prefetch(section.scales + t);
     }

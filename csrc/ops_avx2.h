@@ -91,7 +91,7 @@ struct Avx2 {
         const __m128i low = _mm256_castsi256_si128(words);
         _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packs_epi16(low, low));
     }
-    static void prefetch(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0); }
+    KT_INLINE static void prefetch(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0); }
 
     template <class T>
     static void transpose8(const T* const rows[8], int channel, float* to, int stride) {

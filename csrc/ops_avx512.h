@@ -82,7 +82,7 @@ struct Avx512 {
     static void store_int8(int8_t* to, vi x) {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtsepi32_epi8(x));
     }
-    static void prefetch(const void* at) { Avx2::prefetch(at); }
+    KT_INLINE static void prefetch(const void* at) { Avx2::prefetch(at); }
 
     template <class T>
     static void transpose8(const T* const rows[8], int channel, float* to, int stride) {

@@ -84,7 +84,7 @@ struct Portable {
     static void store_int8(int8_t* to, vi x) {
         for (int i = 0; i < W; ++i) to[i] = static_cast<int8_t>(smaller(larger(x[i], -128), 127));
     }
-    static void prefetch(const void* at) { __builtin_prefetch(at); }
+    KT_INLINE static void prefetch(const void* at) { __builtin_prefetch(at); }
 
     // to[c * stride + t] = rows[t][c] for 8 rows and 8 channels.
     template <class T>
