@@ -81,7 +81,6 @@ def test_prompts_may_be_text_or_token_ids_one_or_many(llm: LLM) -> None:
     assert [output.token_ids for output in llm.generate(ids, SHORT)] == [expected]
     both: list[Prompt] = [ids, "ab"]
     assert [output.token_ids for output in llm.generate(both, SHORT)] == [expected] * 2
-    assert llm.generate([], SHORT) == []
     mixed: Any = [1, "ab"]
     with pytest.raises(RequestError, match="prompts mix token ids and prompts"):
         llm.generate(mixed, SHORT)
@@ -104,8 +103,14 @@ def test_more_prompts_than_the_queue_holds_are_all_answered(loaded: LoadedModel)
 def test_one_bad_prompt_is_refused_before_any_is_started(llm: LLM) -> None:
     with pytest.raises(EmptyPromptError):
         llm.generate(["good", ""], SHORT)
+    nothings: list[Any] = [[], "", [[]], [""]]
+    for nothing in nothings:
+        with pytest.raises(EmptyPromptError, match="the prompt is empty"):
+            llm.generate(nothing, SHORT)
     with pytest.raises(EmptyPromptError):
         llm.stream([])
+    with pytest.raises(RequestError, match=r"'\\udcff' at place 1, which is no character; decode its bytes as UTF-8"):
+        llm.generate(["good", "a\udcff"], SHORT)
     with pytest.raises(ContextLengthError, match="the model's maximum is 131072"):
         llm.stream("good", SamplingParams(max_new_tokens=131_072))
     assert llm.stats().num_steps == 0
@@ -180,6 +185,23 @@ def test_chat_without_a_template_or_with_foreign_messages_is_refused(loaded: Loa
             llm.stream_chat([])
     with LLM(loaded, memory="64MB") as llm, pytest.raises(RequestError, match="does not take these messages"):
         llm.chat([{"role": "user"}])
+
+
+@pytest.mark.parametrize("content", ["", " \n", [], [{"type": "text", "text": ""}]])
+def test_a_conversation_that_ends_with_nothing_is_refused(llm: LLM, content: object) -> None:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": TEXT}, {"role": "user", "content": content}]
+    for ask in (llm.chat, llm.stream_chat):
+        with pytest.raises(EmptyPromptError, match="the last message is empty"):
+            ask(messages, SHORT)
+    assert llm.stats().num_added == 0
+
+
+def test_messages_that_hold_no_text_or_are_none_are_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="is no character"):
+        llm.chat([{"role": "user", "content": "\udcff"}], SHORT)
+    wrong: Any = ["hi"]
+    with pytest.raises(RequestError, match="a message is a mapping with a role and a content; got 'hi'"):
+        llm.chat(wrong, SHORT)
 
 
 def test_the_models_own_end_tokens_end_an_answer(loaded: LoadedModel, llm: LLM) -> None:

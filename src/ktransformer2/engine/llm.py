@@ -81,6 +81,8 @@ class LLM:
         `params`: one for all, or one for each. A request that fails while it runs has `output.error`; the others go on.
         Raises: what `Engine.add` raises for any of the prompts, before the first one is started.
         """
+        if not prompts:
+            raise EmptyPromptError("the prompt is empty; give a text, a list of token ids, or a list of prompts")
         prompt_ids = [self._encode(prompt) for prompt in _as_prompts(prompts)]
         each = _params_for_each(params, len(prompt_ids))
         for ids, own in zip(prompt_ids, each, strict=True):
@@ -192,11 +194,19 @@ class LLM:
             return list(prompt)
         if not prompt:
             raise EmptyPromptError("the prompt is empty; it must hold at least one character")
+        _check_text(prompt)
         return self.tokenizer.encode(prompt)
 
     def _apply_template(self, messages: Sequence[Message]) -> list[int]:
         if not messages:
             raise EmptyPromptError("the conversation is empty; it must hold at least one message")
+        for message in messages:
+            if not isinstance(message, Mapping):
+                raise RequestError(f"a message is a mapping with a role and a content; got {message!r}")
+            if isinstance(content := message.get("content"), str):
+                _check_text(content)
+        if _says_nothing(messages[-1].get("content")):
+            raise EmptyPromptError("the last message is empty; its content must hold at least one character")
         if not self.tokenizer.chat_template:
             raise RequestError(
                 f"the tokenizer of {self.source} has no chat template; use generate() or stream() with a plain prompt, "
@@ -242,6 +252,24 @@ def _end_tokens(loaded: LoadedModel) -> frozenset[int]:
         named = getattr(source, "eos_token_id", None)
         ends.update([named] if isinstance(named, int) else named or [])
     return frozenset(ends)
+
+
+def _check_text(text: str) -> None:
+    """Raises RequestError for half characters (surrogates), which come from bytes that are no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text holds {text[error.start : error.start + 1]!r} at place {error.start}, which is no character; "
+            "decode its bytes as UTF-8"
+        ) from error
+
+
+def _says_nothing(content: object) -> bool:
+    """Whether a message's content is empty text, or parts of it. None is no text: such a message may call a tool."""
+    if isinstance(content, list | tuple):
+        return all(isinstance(part, Mapping) and _says_nothing(part.get("text")) for part in content)
+    return isinstance(content, str) and not content.strip()
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
