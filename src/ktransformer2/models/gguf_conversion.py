@@ -15,12 +15,13 @@ from pathlib import Path
 
 import gguf
 import torch
+from safetensors import SafetensorError
 from transformers import AutoTokenizer, GgufConfig
 
 from ktransformer2.errors import ModelFileError
 from ktransformer2.models.fingerprint import hash_file
 from ktransformer2.models.registry import quiet_transformers
-from ktransformer2.models.store import cache_directory, hash_memory
+from ktransformer2.models.store import cache_directory, hash_memory, written_into
 from ktransformer2.models.weight_files import check_gguf
 from ktransformer2.models.weights import read_weights
 
@@ -31,7 +32,8 @@ _CONVERSION_VERSION = 1
 def converted(path: Path, dtype: torch.dtype) -> Path:
     """The model folder of a GGUF file. Side effect: writes it into the cache directory the first time.
 
-    Raises ModelFileError for a file that is broken or that transformers cannot convert.
+    Raises ModelFileError for a file that is broken or that transformers cannot convert, ConfigError where the directory
+    cannot be written.
     """
     name = f"{hash_file(path, hash_memory()).hex()[:32]}-{str(dtype).removeprefix('torch.')}-{_CONVERSION_VERSION}"
     models = cache_directory() / "gguf"
@@ -39,8 +41,9 @@ def converted(path: Path, dtype: torch.dtype) -> Path:
     if target.is_dir():
         return target
     check_gguf(path)
-    models.mkdir(exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=models))
+    with written_into(models):
+        models.mkdir(exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=models))
     try:
         _convert(path, dtype, unfinished)
         try:
@@ -78,5 +81,9 @@ def _convert(path: Path, dtype: torch.dtype, target: Path) -> None:
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
         except Exception as error:  # whatever a header that is well formed but senseless may set off in a library
             raise ModelFileError(f"{path}: its tokenizer cannot be read ({type(error).__name__}: {error})") from error
-        model.save_pretrained(target)
-        tokenizer.save_pretrained(target)
+        with written_into(target.parent):
+            try:
+                model.save_pretrained(target)
+            except SafetensorError as error:  # so the library names a disk that is full
+                raise OSError(str(error)) from error
+            tokenizer.save_pretrained(target)

@@ -22,7 +22,7 @@ from ktransformer2.models.hf import HFModel
 from ktransformer2.models.probe import refuse_unservable
 from ktransformer2.models.registry import quiet_transformers
 from ktransformer2.models.store import hash_memory
-from ktransformer2.models.weight_files import PICKLED_SUFFIXES, checked_weights
+from ktransformer2.models.weight_files import PICKLED_SUFFIXES, checked_weights, weight_paths
 from ktransformer2.models.weights import read_weights
 
 _DTYPES = {
@@ -55,9 +55,12 @@ def load_model(
     Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, ModelError, ConfigError.
     """
     wanted = chosen_dtype(dtype)
-    place = locate(str(name_or_path), revision, offline)
-    folder = converted(place, wanted) if place.suffix == ".gguf" else place
-    return _load_folder(folder, wanted, source=str(name_or_path))
+    try:
+        place = locate(str(name_or_path), revision, offline)
+        folder = place if place.is_dir() else converted(place, wanted)
+        return _load_folder(folder, wanted, source=str(name_or_path))
+    except OSError as error:  # a file that may not be read, a name that is too long, a disk that fails
+        raise ModelFileError(f"{str(name_or_path)[:200]}: cannot be read ({str(error)[:300]})") from error
 
 
 def chosen_dtype(dtype: str) -> torch.dtype:
@@ -83,7 +86,12 @@ def computes_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 def locate(name: str, revision: str | None = None, offline: bool | None = None) -> Path:
     """The folder or GGUF file that `name` means. Side effect: downloads. Raises ModelNotFoundError, ModelError."""
-    path = Path(name).expanduser()
+    path = Path(name)
+    if name.startswith("~"):
+        try:
+            path = path.expanduser()
+        except RuntimeError as error:
+            raise ModelNotFoundError(f"no file or folder {name!r} ({error})") from error
     if path.is_dir():
         return path
     if path.is_file():
@@ -100,6 +108,12 @@ def _model_file(path: Path) -> Path:
     if path.suffix == ".gguf":
         return path
     if path.suffix == ".safetensors":
+        names = [weights.name for weights in weight_paths(path.parent)]
+        if names != [path.name]:
+            raise ModelFileError(
+                f"{path} is not what its folder loads as ({', '.join(names)}); name the folder, or put the file into a "
+                "folder of its own, with config.json and tokenizer, as model.safetensors"
+            )
         return path.parent
     why = "a pickle that could run any code" if path.suffix in PICKLED_SUFFIXES else "not a model file"
     raise ModelFileError(f"{path} is {why}; allowed: a model folder, *.safetensors, *.gguf")
@@ -116,6 +130,11 @@ def _load_folder(folder: Path, dtype: torch.dtype, source: str) -> LoadedModel:
     with quiet_transformers():
         config = _read_config(folder)
         refuse_unservable(config)
+        if named := getattr(config, "transformers_weights", None):  # read instead of the files that were checked
+            raise ModelFileError(
+                f"{folder}: config.json names the weights {named!r} (transformers_weights); take the entry out and "
+                "call the file model.safetensors"
+            )
         model = read_weights(folder, dtype, config=config)
         tokenizer = _read_tokenizer(folder)
     return LoadedModel(HFModel(model, hash_files(weights, hash_memory())), tokenizer, source)

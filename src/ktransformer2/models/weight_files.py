@@ -23,6 +23,7 @@ from ktransformer2.errors import ModelFileError
 from ktransformer2.layout import round_up
 
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_INDEX = "model.safetensors.index.json"
 _MAX_SAFETENSORS_HEADER = 100_000_000
 _SAFETENSORS_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
@@ -232,21 +233,33 @@ def _check_tensors(cursor: _Cursor, num_tensors: int, alignment: int) -> None:
 
 
 def checked_weights(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder, each checked. Raises ModelFileError, also for pickles alone."""
+    """The safetensors files that a model folder loads, each checked. Raises ModelFileError, also for pickles alone."""
     if not (folder / "config.json").is_file():
         raise ModelFileError(f"{folder}: holds no config.json; a model folder has config.json and *.safetensors")
-    index = folder / "model.safetensors.index.json"
-    names = _indexed(index) if index.is_file() else [path.name for path in folder.glob("*.safetensors")]
-    if not names:
-        pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLED_SUFFIXES)
-        why = f"only {pickled[0]}, a pickle that could run any code" if pickled else "no weights"
-        raise ModelFileError(f"{folder}: holds {why}; convert the model to safetensors, or name a GGUF file")
-    weights = [folder / name for name in sorted(names)]
+    weights = weight_paths(folder)
     for path in weights:
         if not path.is_file():
-            raise ModelFileError(f"{path}: is named by {index.name} but missing; download the model again")
+            raise ModelFileError(f"{path}: is named by {_INDEX} but missing; download the model again")
         check_safetensors(path)
     return weights
+
+
+def weight_paths(folder: Path) -> list[Path]:
+    """What transformers reads of a folder: model.safetensors, else what the index names. Raises ModelFileError."""
+    whole, index = folder / "model.safetensors", folder / _INDEX
+    if whole.is_file():
+        return [whole]
+    if index.is_file():
+        return [folder / name for name in sorted(_indexed(index))]
+    others = sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", *PICKLED_SUFFIXES))
+    tensors = [name for name in others if name.endswith(".safetensors")]
+    if tensors:
+        raise ModelFileError(
+            f"{folder}: holds {', '.join(tensors)}, but neither model.safetensors nor {_INDEX}; if the file is the "
+            "whole model, call it model.safetensors"
+        )
+    why = f"only {others[0]}, a pickle that could run any code" if others else "no weights"
+    raise ModelFileError(f"{folder}: holds {why}; convert the model to safetensors, or name a GGUF file")
 
 
 def _indexed(index: Path) -> list[str]:
