@@ -338,6 +338,6 @@ def test_a_conversion_that_cannot_be_written_is_one_error_and_leaves_nothing(
         raise SafetensorError("No space left on device")
 
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
-    with pytest.raises(ConfigError, match="cannot be written .*No space left on device.*make room"):
+    with pytest.raises(ConfigError, match=r"cannot be written .*No space left on device.*make room"):
         load_model(path)
     assert names(cache_dir / "gguf") == []
