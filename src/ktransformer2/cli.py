@@ -166,7 +166,7 @@ def run(
         chunks = llm.stream_chat([{"role": "user", "content": text}], params) if chat else llm.stream(text, params)
         output = follow(chunks, (lambda _: None) if as_json else _write, console)
         stats = llm.cache.stats()
-        kv_bytes = stats.peak_committed_bytes + stats.table_bytes
+        kv_bytes = stats.peak_bytes
     _write(json.dumps(_run_json(output, kv_bytes, kernels, llm), ensure_ascii=False) + "\n" if as_json else "\n")
     console.print(closing_line(output.usage, kv_bytes), style="bold")
 

@@ -41,6 +41,6 @@ def test_texts_are_bounded_and_there() -> None:
 
 
 def test_a_folder_without_data_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KTRANSFORMER_DATA", str(tmp_path))
-    with pytest.raises(ConfigError, match="KTRANSFORMER_DATA"):
+    monkeypatch.setenv("KTRANSFORMER_BENCH_DATA", str(tmp_path))
+    with pytest.raises(ConfigError, match="KTRANSFORMER_BENCH_DATA"):
         data_folder()

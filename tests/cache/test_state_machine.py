@@ -146,7 +146,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def everything_holds(self) -> None:
         self.cache.check_integrity()
-        assert self.cache.stats().committed_bytes <= self.limit
+        assert self.cache.stats().peak_bytes <= self.limit
         for twin in self.alive:
             assert list(twin.table.tokens) == twin.tokens
             for g, group in enumerate(self.groups):

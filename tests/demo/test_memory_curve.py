@@ -17,7 +17,7 @@ from ktransformer2.layout import Form, LayerGroup, ModelGeometry
 
 def curve_of(held: list[int], static: int = 200_000_000) -> MemoryCurve:
     """A curve whose samples lie a second apart; the first, the highest and the last have names."""
-    figures = (SimpleNamespace(committed_bytes=value, table_bytes=1000, used_bytes=value // 2) for value in held)
+    figures = (SimpleNamespace(held_bytes=value + 1000, used_bytes=value // 2) for value in held)
     ticks = itertools.count()
     curve = MemoryCurve(lambda: next(figures), static, clock=lambda: float(next(ticks)))  # type: ignore[arg-type,return-value]  # has the fields that are read
     names = {0: "start", held.index(max(held)): "contract read", len(held) - 1: "clear()"}

@@ -1,6 +1,6 @@
 """The texts and traces that scenarios use, and prompts drawn by seed. Knows no model: it is handed an encoder.
 
-The data lie in `benchmarks/data` of the repository; `KTRANSFORMER_DATA` names another folder of the same shape.
+The data lie in `benchmarks/data` of the repository; `KTRANSFORMER_BENCH_DATA` names another folder of the same shape.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_CHARACTERS = 150_000
 
 def data_folder() -> Path:
     """The folder with the data. Raises ConfigError, saying where it looked, where there is none."""
-    named = os.environ.get("KTRANSFORMER_DATA")
+    named = os.environ.get("KTRANSFORMER_BENCH_DATA")
     places = (
         [Path(named)]
         if named
@@ -40,7 +40,7 @@ def data_folder() -> Path:
         if (place / "traces").is_dir():
             return place
     raise ConfigError(
-        f"no bench data in {places[0]}; run from a clone of the repository, or set KTRANSFORMER_DATA to its "
+        f"no bench data in {places[0]}; run from a clone of the repository, or set KTRANSFORMER_BENCH_DATA to its "
         "benchmarks/data"
     )
 

@@ -1,7 +1,8 @@
 """The same answer whatever the cache does: greedy tokens beside `model.generate`, and int8 beside model precision.
 
-Prompts drawn from real texts run alone, warm, and in two of the ways of `greedy_modes`. A first difference from the
-reference is judged by the reference's own numbers:
+Prompts drawn from real texts run alone, warm, and in two of the ways of `greedy_modes`; in fp32 also with int8 keys and
+values, where the warm answer is held against the cold one (`int8_warm`). A first difference is judged by the numbers of
+what it is held against:
     fp32    a mismatch where the reference's margin between its two best logits exceeds 1e-3
     bf16    a near-tie where the margin in fp32 lies below the reference's own spread (batch 1, batch 8, chunked),
             else a mismatch; at most 1 prompt in 20 may have near-ties
@@ -113,11 +114,11 @@ def compare(loaded: LoadedModel, prompts: Sequence[DrawnPrompt], judge: _Judge, 
     say(f"{len(runs)} reference answers")
     modes = GreedyModes(loaded.model, NUM_NEW)
 
-    def note(prompt: DrawnPrompt, answers: Sequence[Answer]) -> None:
+    def note(prompt: DrawnPrompt, answers: Sequence[Answer], expected: GreedyRun | None = None) -> None:
         for answer in answers:
             comparison.answers[answer.mode] += 1
             comparison.taken[answer.mode] += answer.evidence > 0
-            difference = judge.judge(prompt, runs[prompt.index], answer)
+            difference = judge.judge(prompt, expected or runs[prompt.index], answer)
             if difference is not None:
                 comparison.differences.append(difference)
 
@@ -125,6 +126,9 @@ def compare(loaded: LoadedModel, prompts: Sequence[DrawnPrompt], judge: _Judge, 
     for prompt in prompts:
         rng = random.Random(options.seed * 1_000_003 + prompt.index)
         note(prompt, modes.alone_and_warm(prompt.token_ids))
+        if options.dtype == "fp32":
+            cold, margins, warm = modes.sealed_cold_and_warm(prompt.token_ids)
+            note(prompt, [warm], GreedyRun(cold, margins))
         for mode in draw_modes(rng):
             if mode == "batch":
                 batched.append(prompt)

@@ -82,6 +82,15 @@ class GreedyModes:
             Answer("warm", warm.token_ids, warm.usage.cached_tokens),
         ]
 
+    def sealed_cold_and_warm(self, prompt: Sequence[int]) -> tuple[tuple[int, ...], tuple[float, ...], Answer]:
+        """int8: the cold answer, the distance of the two best logits at each of its tokens, the warm answer."""
+        with self._session(CacheConfig(kv="int8")) as session:
+            cold = self._one(session, prompt, logprobs=2)
+            warm = self._one(session, prompt)
+        assert cold.logprobs is not None, "asked for logprobs"
+        margins = tuple(place.top[0][1] - place.top[1][1] for place in cold.logprobs)
+        return cold.token_ids, margins, Answer("int8_warm", warm.token_ids, warm.usage.cached_tokens)
+
     def batch(self, prompts: Sequence[Sequence[int]]) -> list[Answer]:
         """All prompts at once, one answer each."""
         with self._session() as session:
@@ -112,6 +121,7 @@ class GreedyModes:
         size = self._full.block_tokens
         with self._session() as session:
             room = session.cache.bytes_for(-(-(len(prompt) + self.num_new) // size) * size)
+        room += 8 * (len(prompt) + _DECOY_PROMPT) + 4096  # for the other's block table too: far less than an extent
         with self._session(CacheConfig(kv="full", memory_bytes=room)) as session:
             session.engine.add(self._tokens(rng, _DECOY_PROMPT), self._params(_DECOY_NEW))
             name = session.engine.add(prompt, self._params())
@@ -175,12 +185,13 @@ class GreedyModes:
     def _session(self, cache: CacheConfig | None = None, engine: EngineConfig | None = None) -> _Session:
         return _Session(self.model, cache or self._full, engine)
 
-    def _one(self, session: _Session, prompt: Sequence[int], n: int = 1) -> RequestOutput:
-        name = session.engine.add(prompt, self._params(n=n))
+    def _one(self, session: _Session, prompt: Sequence[int], **more: int) -> RequestOutput:
+        name = session.engine.add(prompt, self._params(**more))
         return session.run()[name]
 
-    def _params(self, max_new_tokens: int | None = None, n: int = 1) -> SamplingParams:
-        return SamplingParams(max_new_tokens=max_new_tokens or self.num_new, ignore_eos=True, n=n)
+    def _params(self, max_new_tokens: int | None = None, n: int = 1, logprobs: int | None = None) -> SamplingParams:
+        num_new = max_new_tokens or self.num_new
+        return SamplingParams(max_new_tokens=num_new, ignore_eos=True, n=n, logprobs=logprobs)
 
     def _tokens(self, rng: random.Random, count: int) -> list[int]:
         return [rng.randrange(self.model.vocab_size) for _ in range(count)]

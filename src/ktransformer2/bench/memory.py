@@ -121,7 +121,7 @@ def _million(num_tokens: int) -> tuple[float, Row]:
             cache.prepare([(table, 512)])
             cache.publish(table, [(start + i) % 50_021 for i in range(512)])
             cache.maintain()
-    held = cache.stats().committed_bytes
+    held = cache.stats().held_bytes
     static = num_tokens * token_bytes(cache.geometry.groups[0], Form.BF16)
     cache.close()
     saved = 1 - held / static

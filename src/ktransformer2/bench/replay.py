@@ -138,7 +138,7 @@ class TraceReplay:
         stats = self.cache.stats()
         self.figures.growth_events = stats.growth_events
         self.figures.computed_tokens = stats.computed_tokens
-        self.figures.peak_bytes = stats.peak_committed_bytes
+        self.figures.peak_bytes = stats.peak_bytes
         assert stats.hit_tokens == 0, f"{stats.hit_tokens} tokens were reused between different texts"
         self.cache.check_integrity()
         self.cache.close()
@@ -224,7 +224,7 @@ class TraceReplay:
         sealed = sum(lengths) - filling + stats.num_cached_blocks * size
         filled = sealed * token_bytes(self._group, Form.INT8) + filling * token_bytes(self._group, Form.BF16)
         static = len(lengths) * self._static_bytes
-        held.committed += stats.committed_bytes * seconds
+        held.committed += stats.held_bytes * seconds
         held.cached += stats.cached_bytes * seconds
         held.filled += filled * seconds
         held.static += static * seconds

@@ -53,7 +53,7 @@ class _Runner:
         self.seconds += time.perf_counter() - begin
 
     def result(self, num_requests: int) -> Throughput:
-        stats, peak = self.engine.stats(), self.cache.stats().peak_committed_bytes
+        stats, peak = self.engine.stats(), self.cache.stats().peak_bytes
         assert stats.num_finished == num_requests, f"{self.name}: {stats.num_finished} of {num_requests} finished"
         self.engine.close()
         self.cache.close()

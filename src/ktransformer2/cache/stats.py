@@ -26,14 +26,19 @@ class Counters:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """One snapshot. Bytes are bytes of this process; `used_bytes` lie in extents of live blocks, whoever uses them."""
+    """One snapshot. Bytes are bytes of this process.
+
+    `committed_bytes` is the arena's memory, `used_bytes` of it lie in extents of live blocks, `cached_bytes` of those
+    in blocks no sequence uses. `table_bytes` are page tables and block tables, outside the arena. `held_bytes`, both
+    together, is what `limit_bytes` bounds, and `peak_bytes` the most it ever was.
+    """
 
     limit_bytes: int
     committed_bytes: int
     used_bytes: int
     cached_bytes: int
     table_bytes: int
-    peak_committed_bytes: int
+    peak_bytes: int
     num_blocks: int
     num_cached_blocks: int
     num_filling_blocks: int
@@ -47,6 +52,11 @@ class CacheStats:
     shrink_events: int
     fragmentation_ratio: float
     evictions: Mapping[str, int]
+
+    @property
+    def held_bytes(self) -> int:
+        """Everything that counts against the limit now."""
+        return self.committed_bytes + self.table_bytes
 
     @property
     def hit_ratio(self) -> float:
@@ -68,8 +78,8 @@ def take_stats(arena: Arena, stores: Sequence[BlockStore], counters: Counters, c
         committed_bytes=arena.stats.committed_bytes,
         used_bytes=sum(pool.used_bytes for pool in pools),
         cached_bytes=cached_bytes,
-        table_bytes=sum(store.table_bytes() for store in stores),
-        peak_committed_bytes=arena.stats.peak_committed_bytes,
+        table_bytes=arena.stats.charged_bytes,
+        peak_bytes=arena.stats.peak_bytes,
         num_blocks=len(blocks),
         num_cached_blocks=sum(not block.references for block in blocks),
         num_filling_blocks=sum(block.rows < stores[block.group].sealed_layout.block_tokens for block in blocks),

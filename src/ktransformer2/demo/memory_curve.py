@@ -48,7 +48,7 @@ class MemoryCurve:
     def sample(self, tokens: int, moment: str = "") -> Sample:
         """Look now. `moment` names the sample in the table."""
         stats = self.stats()
-        held = stats.committed_bytes + stats.table_bytes
+        held = stats.held_bytes
         taken = Sample(self.clock() - self._began, tokens, held, stats.used_bytes, moment)
         self.samples.append(taken)
         return taken

@@ -70,11 +70,6 @@ class ArenaStats:
         """What counts against the limit."""
         return self.committed_bytes + self.charged_bytes
 
-    @property
-    def peak_committed_bytes(self) -> int:
-        """The most that ever counted against the limit, charges included."""
-        return self.peak_bytes
-
 
 class Arena:
     """A buddy allocator over reserved addresses, and the count of everything against `limit_bytes`."""
