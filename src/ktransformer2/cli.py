@@ -7,9 +7,12 @@ command runs: `--help` imports no torch.
 from __future__ import annotations
 
 import functools
+import io
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec
@@ -93,9 +96,38 @@ def _reported(command: Callable[P, None]) -> Callable[P, None]:
     return guarded
 
 
+@contextmanager
+def _to_stdout() -> Iterator[None]:
+    """What is written to stdout inside the block arrives, or one message says why not. A reader that left is no fault:
+    typer ends the program quietly.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the rest is tried again at the end
+        _fail(f"stdout cannot be written ({error})", EXIT_FAILED)
+
+
 def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    with _to_stdout():
+        sys.stdout.write(text)
+
+
+def _check_place(path: Path, option: str) -> None:
+    """Raises ConfigError unless a file can be written there: found out now, not when all is computed."""
+    from ktransformer2.errors import ConfigError
+
+    try:
+        is_new = not path.exists()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}; name another place with {option}") from error
 
 
 def _say_kernels(console: Console) -> str:
@@ -172,21 +204,37 @@ def run(
 
 
 def _prompt_text(prompt: str | None, file: Path | None) -> str:
-    """File, then prompt; stdin where there is no prompt. Exits with 2 where there is neither."""
-    parts = []
-    if file is not None:
-        try:
-            parts.append(file.read_text(encoding="utf-8"))
-        except UnicodeDecodeError:
-            _fail(f"{file} is no UTF-8 text", EXIT_FAILED)
-    if prompt is not None:
-        parts.append(prompt)
-    elif not sys.stdin.isatty():
-        parts.append(sys.stdin.read())
-    parts = [part.strip("\n") for part in parts if part.strip()]
-    if not parts and prompt is None and sys.stdin.isatty():
+    """File, then prompt; stdin where there is no prompt. Exits with 2 where there is neither.
+
+    Raises: EmptyPromptError where they hold nothing.
+    """
+    from ktransformer2.errors import EmptyPromptError
+
+    can_read = sys.stdin is not None and not sys.stdin.isatty()
+    if prompt is None and file is None and not can_read:
         _fail("there is no prompt; give --prompt, --file, or text on stdin", EXIT_USAGE)
-    return "\n\n".join(parts)
+    parts, place = [], ""
+    try:
+        if file is not None:
+            place = str(file)
+            parts.append(file.read_text(encoding="utf-8"))
+        if prompt is not None:
+            place = "the prompt"
+            prompt.encode()  # an argument's bytes that are no UTF-8 arrive as surrogates
+            parts.append(prompt)
+        elif can_read:
+            place = "stdin"
+            if isinstance(sys.stdin, io.TextIOWrapper):
+                sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+            parts.append(sys.stdin.read())
+    except UnicodeError:
+        _fail(f"{place} is no UTF-8 text", EXIT_FAILED)
+    except OSError as error:
+        _fail(f"{place} cannot be read ({error})", EXIT_FAILED)
+    text = "\n\n".join(part.strip("\n") for part in parts if part.strip())
+    if not text:
+        raise EmptyPromptError("the prompt is empty; it must hold at least one character")
+    return text
 
 
 def _run_json(output: RequestOutput, kv_bytes: int, kernels: str, llm: LLM) -> dict[str, Any]:
@@ -232,6 +280,7 @@ def demo(
 
     defaults = DemoOptions(QUICK_CONTEXT_TOKENS, QUICK_NEW_TOKENS) if quick else DemoOptions()
     options = DemoOptions(context or defaults.context_tokens, max_new_tokens or defaults.max_new_tokens)
+    _check_place(png, "--png")
     console = stderr_console()
     phases = Phases(console)
     with phases.phase("libraries"):
@@ -249,7 +298,8 @@ def demo(
     if as_json:
         _write(json.dumps({"model": str(llm.source), "kernels": kernels, **report.as_json(result)}) + "\n")
     else:
-        report.show(result)
+        with _to_stdout():
+            report.show(result)
     report.save_plot(result, png, console)
 
 
@@ -271,6 +321,8 @@ def bench(
     model: Annotated[str | None, typer.Option(help="Another model than the pinned one.")] = None,
 ) -> None:
     """Measure what is promised, each figure against a named rival on this machine."""
+    if json_path is not None and name is not Bench.status:  # the status reads it
+        _check_place(json_path, "--json")
     from ktransformer2.bench.outcome import BenchOptions
     from ktransformer2.bench.run import main as run_bench
 
@@ -281,6 +333,10 @@ def bench(
 
 def main() -> None:
     """The entry point of the `ktransformer` command."""
+    if sys.stdout is None:  # closed by the shell
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # until the program ends
+    elif isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an answer may hold more than a terminal's encoding does
     try:
         app()
     except KeyboardInterrupt:  # before a command's own guard, such as while typer starts

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -100,9 +101,36 @@ def test_run_refuses_what_is_no_text(tiny_model_folder: Path, tmp_path: Path) ->
     assert "no UTF-8 text" in failed(invoke("run", tiny_model_folder, "--file", broken), cli.EXIT_FAILED)
 
 
-def test_run_with_an_empty_prompt(tiny_model_folder: Path) -> None:
-    result = invoke("run", tiny_model_folder, "--raw", "--memory", "64MB")
+@pytest.mark.parametrize("arguments", [(), ("--raw",), ("--prompt", ""), ("--prompt", " \n"), ("--raw", "-p", "")])
+def test_an_empty_prompt_is_refused_before_weights_are_read(
+    tiny_model_folder: Path, arguments: tuple[str, ...]
+) -> None:
+    result = invoke("run", tiny_model_folder, *arguments)
     assert "prompt is empty" in failed(result, cli.EXIT_FAILED)
+    assert "weights" not in result.stderr
+
+
+@pytest.mark.parametrize(("arguments", "place"), [(("-p", os.fsdecode(b"ab\xff")), "the prompt"), ((), "stdin")])
+def test_bytes_that_are_no_text_are_refused_before_weights_are_read(
+    tiny_model_folder: Path, arguments: tuple[str, ...], place: str
+) -> None:
+    result = CliRunner().invoke(cli.app, ["run", str(tiny_model_folder), *arguments], input=b"ab\xff")
+    assert failed(result, cli.EXIT_FAILED) == f"error: {place} is no UTF-8 text"
+    assert "weights" not in result.stderr
+
+
+def test_a_text_that_cannot_be_read_is_one_line(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("x", encoding="utf-8")
+
+    def refuse(path: Path, **_: object) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    message = failed(invoke("run", tiny_model_folder, "--file", text, "-p", "x"), cli.EXIT_FAILED)
+    assert "text.txt cannot be read" in message
 
 
 def test_run_on_a_terminal_without_a_prompt_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +182,61 @@ def test_ctrl_c_is_130_without_a_traceback(tiny_model_folder: Path) -> None:
     assert errors.rstrip().endswith(b"error: interrupted")
 
 
+def in_a_shell(script: str, folder: Path, **environment: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of a shell line in which `$RUN` answers a short prompt."""
+    run = [*CLI, "run", str(folder), "-p", "x", "--memory", "64MB", "--max-new-tokens", "50"]
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", script.replace("$RUN", shlex.join(run))],
+        capture_output=True,
+        env={**os.environ, **environment},
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+def test_a_reader_that_leaves_ends_the_answer_quietly(tiny_model_folder: Path) -> None:
+    code, answer, errors = in_a_shell("$RUN | head -c 1", tiny_model_folder)
+    assert (code, len(answer)) == (cli.EXIT_FAILED, 1)
+    assert "rror" not in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_an_answer_that_cannot_be_written_is_one_line(tiny_model_folder: Path) -> None:
+    code, _, errors = in_a_shell("$RUN > /dev/full", tiny_model_folder)
+    assert code == cli.EXIT_FAILED
+    assert errors.splitlines()[-1] == "error: stdout cannot be written ([Errno 28] No space left on device)"
+    assert "Traceback" not in errors
+
+
+def test_closed_streams_and_a_narrow_encoding_are_no_faults(tiny_model_folder: Path) -> None:
+    assert in_a_shell("$RUN >&- <&-", tiny_model_folder)[:2] == (0, "")
+    code, answer, _ = in_a_shell("$RUN", tiny_model_folder, PYTHONIOENCODING="ascii")
+    assert code == 0
+    assert answer.isascii()
+
+
+def test_a_cache_directory_that_cannot_be_made_is_a_usage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KTRANSFORMER_CACHE", str(tmp_path / "file" / "below"))
+    message = failed(invoke("demo", "--source", "wheel", "--png", tmp_path / "p.png"), cli.EXIT_USAGE)
+    assert "KTRANSFORMER_CACHE" in message
+
+
+@pytest.mark.parametrize("command", [("demo", "--source", "random", "--png"), ("bench", "memory", "--quick", "--json")])
+def test_a_result_that_has_no_place_is_refused_before_anything_runs(command: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file" / "below", tmp_path):
+        result = invoke(*command, place)
+        assert f"{place} cannot be written" in failed(result, cli.EXIT_USAGE)
+        assert f"name another place with {command[-1]}" in result.stderr
+        assert "libraries" not in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_bench_hands_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from ktransformer2.bench import run as bench_run
 
@@ -169,6 +252,7 @@ def test_bench_hands_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     [(name, options)] = calls
     assert name == "fidelity"
     assert options["json_path"] == tmp_path / "f.json"
+    assert not (tmp_path / "f.json").exists()
     assert options["quick"]
     assert options["check"]
     assert options["options"].num_prompts == 3
