@@ -386,11 +386,14 @@ struct TileRun {
     // Scores become weights exp(score - m) in place.
     template <int NR>
     void float_weights(int first, int begin, int end, float (*scores)[kSpanTokens], const float* factor) const {
-        vf sum[NR];
-        for (int r = 0; r < NR; ++r) sum[r] = V::set1(0.0f);
+        vf sum[NR], base[NR];
+        for (int r = 0; r < NR; ++r) {
+            sum[r] = V::set1(0.0f);
+            base[r] = V::set1(base_of(first + r));
+        }
         for (int t = begin; t < end; t += V::W) {
             for (int r = 0; r < NR; ++r) {
-                const vf weight = exp<V>(V::sub(V::load(scores[r] + t), V::set1(base_of(first + r))));
+                const vf weight = exp<V>(V::sub(V::load(scores[r] + t), base[r]));
                 V::store(scores[r] + t, weight);
                 sum[r] = V::add(sum[r], weight);
             }
@@ -402,12 +405,15 @@ struct TileRun {
     template <int NR>
     void int8_weights(int first, int begin, int end, float (*scores)[kSpanTokens], const float* factor,
                       int16_t (*codes)[kSpanTokens], float* value_scale) const {
-        vf sum[NR], most[NR], inverse[NR];
-        for (int r = 0; r < NR; ++r) sum[r] = most[r] = V::set1(0.0f);
+        vf sum[NR], most[NR], inverse[NR], base[NR];
+        for (int r = 0; r < NR; ++r) {
+            sum[r] = most[r] = V::set1(0.0f);
+            base[r] = V::set1(base_of(first + r));
+        }
         for (int t = begin; t < end; t += V::W) {
             const vf v_scale = V::load(s.v_scales + t);
             for (int r = 0; r < NR; ++r) {
-                const vf weight = exp<V>(V::sub(V::load(scores[r] + t), V::set1(base_of(first + r))));
+                const vf weight = exp<V>(V::sub(V::load(scores[r] + t), base[r]));
                 const vf product = V::mul(weight, v_scale);
                 V::store(scores[r] + t, product);
                 sum[r] = V::add(sum[r], weight);
