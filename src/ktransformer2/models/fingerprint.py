@@ -14,11 +14,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ktransformer2.layout import ModelGeometry
+from ktransformer2.layout import NUMERICS_VERSION, ModelGeometry
 from ktransformer2.models.store import read_json, write_atomically
 
-# Raised whenever a change makes the same weights and tokens give other keys or values, or another sealed form.
-NUMERICS_VERSION = 1
 _MAX_REMEMBERED = 1000
 # Says where a config came from and how it is run, not what the model computes.
 _NOT_NUMERICS = ("_name_or_path", "transformers_version", "use_cache", "architectures", "_attn_implementation")
