@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ktransformer2.config import format_bytes
 from ktransformer2.engine.engine import Engine
 from ktransformer2.engine.outputs import RequestOutput, StreamChunk
 from ktransformer2.engine.sampling import SamplingParams
@@ -339,11 +340,13 @@ def test_memory_that_cannot_hold_a_request_is_named_in_numbers(kv: str) -> None:
     capacity = bench.cache.capacity_tokens(chunk)
     error = refusal(bench, prompt(capacity - 4), SamplingParams(max_new_tokens=5))
     assert isinstance(error, OutOfMemoryError)
-    need, have = bench.cache.bytes_for(capacity + 1, chunk) / 1e6, bench.cache.config.memory_bytes / 1e6
+    need, have = (
+        format_bytes(n) for n in (bench.cache.bytes_for(capacity + 1, chunk), bench.cache.config.memory_bytes)
+    )
     int8 = ", or hold keys and values in int8 (kv='int8')" if kv == "full" else ""
     assert str(error) == (
         f"a prompt of {capacity - 4} tokens and a reserve of 5 for the answer need {capacity + 1} tokens in the cache, "
-        f"which are {need:.1f} MB; the memory limit of {have:.1f} MB holds {capacity}. The longest prompt that fits "
+        f"which are {need}; the memory limit of {have} holds {capacity}. The longest prompt that fits "
         f"with this reserve is {capacity - 5} tokens. Raise memory=, lower max_new_tokens{int8}"
     )
     bench.engine.add(prompt(capacity - 5), SamplingParams(max_new_tokens=5, ignore_eos=True), request_id="a")

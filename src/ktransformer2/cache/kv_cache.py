@@ -11,8 +11,6 @@ Invariants: reference counts equal the table entries that name a block; a publis
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from array import array
 from collections import Counter
@@ -28,11 +26,12 @@ from ktransformer2.cache.stats import CacheStats, take_stats
 from ktransformer2.cache.step import build_batch
 from ktransformer2.cache.table_edits import TableEdits
 from ktransformer2.config import CacheConfig
-from ktransformer2.errors import ConfigError, EngineClosedError, OwnershipError
+from ktransformer2.errors import ConfigError, EngineClosedError
 from ktransformer2.kernels.batch import KVBatch
 from ktransformer2.layout import NUMERICS_VERSION, Form, ModelGeometry
 from ktransformer2.memory.arena import Arena
 from ktransformer2.memory.slab import SlabPool
+from ktransformer2.ownership import Owner
 
 # Blocks freed between two looks for holes: a look costs some 10 us a run, a decode step frees no block.
 _FREES_PER_LOOK = 16
@@ -69,7 +68,7 @@ class KVCache:
         self._residency = Residency(self._arena, stores, clock)
         self._edits = TableEdits(self._residency, config.block_tokens, config.max_rollback_tokens)
         self._tables: set[BlockTable] = set()  # those that may hold blocks; recounted by check_integrity
-        self._owner: tuple[int, int] | None = None
+        self._owner = Owner("the cache")
         self._closed = False
         self._defrag_due = False
         self._frees_seen = 0
@@ -479,14 +478,6 @@ class KVCache:
 
     def _check_owner(self) -> None:
         """Raises: OwnershipError from a second thread or a forked child; EngineClosedError after close()."""
-        here = (os.getpid(), threading.get_ident())
-        if self._owner is None:
-            self._owner = here
-        if self._owner != here:
-            what = "a child process after fork" if self._owner[0] != here[0] else "a second thread"
-            raise OwnershipError(
-                f"the cache was used from {what}; it belongs to the thread that used it first. "
-                "Make one cache per process, and send requests of other threads to the owner"
-            )
+        self._owner.check()
         if self._closed:
             raise EngineClosedError("the cache was closed; make a new one")

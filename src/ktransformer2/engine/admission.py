@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import abc
 from typing import TYPE_CHECKING
 
-from ktransformer2.config import EngineConfig
+from ktransformer2.config import EngineConfig, format_bytes
 from ktransformer2.engine.detokenizer import Vocabulary
 from ktransformer2.engine.sampling import SamplingParams
 from ktransformer2.errors import ContextLengthError, EmptyPromptError, OutOfMemoryError, RequestError
@@ -71,23 +71,20 @@ class Admission:
         capacity = self._cache.capacity_tokens(chunk)
         raise OutOfMemoryError(
             f"a prompt of {prompt} tokens and a reserve of {reserve} for the answer need {prompt + reserve} tokens in "
-            f"the cache, which are {_megabytes(need)}; the memory limit of {_megabytes(limit)} holds {capacity}. "
+            f"the cache, which are {format_bytes(need)}; the memory limit of {format_bytes(limit)} holds {capacity}. "
             f"The longest prompt that fits with this reserve is {max(0, capacity - reserve)} tokens. {self._advice()}"
         )
 
     def starved(self, sequence: Sequence) -> OutOfMemoryError:
         """What to say when a request that should fit found no room although nothing else runs."""
         stats = self._cache.stats()
+        taken, limit = format_bytes(stats.committed_bytes), format_bytes(stats.limit_bytes)
         return OutOfMemoryError(
             f"no room for the {len(sequence.token_ids)} tokens of request {sequence.request.request_id}, although no "
-            f"other request runs: {_megabytes(stats.committed_bytes)} of {_megabytes(stats.limit_bytes)} are taken by "
+            f"other request runs: {taken} of {limit} are taken by "
             f"block tables held outside the engine. Release them. {self._advice()}"
         )
 
     def _advice(self) -> str:
         int8 = "" if self._cache.config.kv != "full" else ", or hold keys and values in int8 (kv='int8')"
         return f"Raise memory=, lower max_new_tokens{int8}"
-
-
-def _megabytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1e6:.1f} MB"
