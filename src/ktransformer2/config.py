@@ -1,6 +1,6 @@
 """Every knob, with its effect, unit, default and cost. Frozen and checked at load. Knows no other room.
 
-A knob that came from the seed keeps the seed's name in its metadata, so that `config show` can print both.
+A knob that has another name in the design it came from keeps that name in its metadata (`seed`).
 """
 
 from __future__ import annotations
