@@ -28,7 +28,8 @@ lint: $(VENV)/.installed  ## style, types, layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: setup lint  ## lint, then every test and example
+test: setup lint  ## lint, answers beside transformers on real texts, every test and example
+	$(BIN)/ktransformer bench fidelity --quick --dtype fp32 --check
 	$(BIN)/python -m pytest
 
 contract: setup $(OLD_TRANSFORMERS)  ## the tests of models/ on the lowest transformers that is promised

@@ -1,8 +1,8 @@
 """The same answer whatever the cache does: greedy tokens beside `model.generate`, and int8 beside model precision.
 
 Prompts drawn from real texts run alone, warm, and in two of the ways of `greedy_modes`; in fp32 also with int8 keys and
-values, where the warm answer is held against the cold one (`int8_warm`). A first difference is judged by the numbers of
-what it is held against:
+values, where the warm answer is held against the cold one (`int8_warm`). A quick run warms one prompt in four. A first
+difference is judged by the numbers of what it is held against:
     fp32    a mismatch where the reference's margin between its two best logits exceeds 1e-3
     bf16    a near-tie where the margin in fp32 lies below the reference's own spread (batch 1, batch 8, chunked),
             else a mismatch; at most 1 prompt in 20 may have near-ties
@@ -28,6 +28,7 @@ FP32_MARGIN = 1e-3
 _FULL_PROMPTS, _QUICK_PROMPTS = 200, 20
 _FULL_TOKENS, _QUICK_TOKENS = 4000, 1000
 _FULL_WINDOWS, _QUICK_WINDOWS = 8, 1
+_QUICK_WARM_EVERY = 4  # prompts
 Row = dict[str, object]
 
 
@@ -125,8 +126,9 @@ def compare(loaded: LoadedModel, prompts: Sequence[DrawnPrompt], judge: _Judge, 
     batched = []
     for prompt in prompts:
         rng = random.Random(options.seed * 1_000_003 + prompt.index)
-        note(prompt, modes.alone_and_warm(prompt.token_ids))
-        if options.dtype == "fp32":
+        warm_too = not options.quick or prompt.index % _QUICK_WARM_EVERY == 0
+        note(prompt, modes.alone_and_warm(prompt.token_ids) if warm_too else [modes.alone(prompt.token_ids)])
+        if warm_too and options.dtype == "fp32":
             cold, margins, warm = modes.sealed_cold_and_warm(prompt.token_ids)
             note(prompt, [warm], GreedyRun(cold, margins))
         for mode in draw_modes(rng):
@@ -164,7 +166,7 @@ def run(options: BenchOptions) -> Outcome:
         loaded = load_subject(options, dtype)
         source = loaded.source
         prompts = draw_prompts(drawing, loaded.tokenizer.encode)
-        one = BenchOptions(seed=options.seed, dtype=dtype, model=options.model)
+        one = BenchOptions(options.quick, options.seed, dtype, model=options.model)
         comparison = compare(loaded, prompts, _Judge(options, dtype, loaded), one)
         rows += _rows(comparison)
         summary |= _summary(comparison, len(prompts))

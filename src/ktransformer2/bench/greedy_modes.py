@@ -72,6 +72,12 @@ class GreedyModes:
         self.model, self.num_new = model, num_new
         self._full = CacheConfig(kv="full")
 
+    def alone(self, prompt: Sequence[int]) -> Answer:
+        """The prompt on an empty cache."""
+        with self._session() as session:
+            cold = self._one(session, prompt)
+        return Answer("alone", cold.token_ids, int(cold.usage.cached_tokens == 0))
+
     def alone_and_warm(self, prompt: Sequence[int]) -> list[Answer]:
         """The prompt on an empty cache, and once more on what that left behind."""
         with self._session() as session:
