@@ -25,6 +25,7 @@ class Twin:
 
     def __init__(self, table: BlockTable, tokens: list[int], rows: list[np.ndarray], plain: bool = True) -> None:
         self.table, self.tokens, self.rows, self.plain = table, tokens, rows, plain
+        self.furthest = len(tokens)  # a rollback's reach counts from the most tokens the table ever held
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -80,16 +81,20 @@ class CacheMachine(RuleBasedStateMachine):
         for g, group in enumerate(self.groups):
             twin.rows[g] = np.concatenate([twin.rows[g], expected_rows(group, tokens)[len(twin.tokens) :]])
         twin.tokens = tokens
+        twin.furthest = max(twin.furthest, len(tokens))
         if twin.plain:
             self.published.append(list(tokens))
 
     @rule(target=tables, twin=tables)
     def fork(self, twin: Twin) -> object:
-        return self._add(Twin(self.cache.fork(twin.table), list(twin.tokens), list(twin.rows), twin.plain))
+        fork = Twin(self.cache.fork(twin.table), list(twin.tokens), list(twin.rows), twin.plain)
+        fork.furthest = twin.furthest
+        return self._add(fork)
 
     @rule(twin=tables, share=st.floats(0, 1))
     def rollback(self, twin: Twin, share: float) -> None:
-        back = int(share * min(self.reach, len(twin.tokens)))
+        reach = max(0, self.reach - (twin.furthest - len(twin.tokens)))
+        back = int(share * min(reach, len(twin.tokens)))
         if twin.plain and self.cache.rollback(twin.table, back):
             keep = len(twin.tokens) - back
             twin.tokens, twin.rows = twin.tokens[:keep], [rows[:keep] for rows in twin.rows]

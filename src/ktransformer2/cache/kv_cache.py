@@ -284,6 +284,8 @@ class KVCache:
     def rollback(self, table: BlockTable, num_tokens: int) -> bool:
         """Take the last `num_tokens` tokens back, exactly. False: no room for the copy that a shared block needs.
 
+        What a rollback needs is kept for `max_rollback_tokens` behind the most tokens the table ever held.
+
         Raises: ConfigError when the rows as computed, or blocks a window passed, are gone (`max_rollback_tokens`).
         """
         self._check_owner()

@@ -5,6 +5,8 @@ Each edit either succeeds for every layer group or leaves the table as it was.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from ktransformer2.cache.block import BLOCK, RELEASED, ROWS, Block, BlockTable, GroupTable
@@ -149,7 +151,7 @@ class TableEdits:
         for store, group_table in zip(self._residency.stores, table.groups, strict=True):
             copy = None
             if self._cuts_shared(group_table, store, keep):
-                copy = self._residency.take(lambda s=store: s.new_block(keep_open=True, near=None))  # type: ignore[misc]
+                copy = self._residency.take(partial(store.new_block, keep_open=True, near=None))
                 if copy is None:
                     for made in filter(None, copies):
                         self._residency.stores[made.group].free(made)
