@@ -20,7 +20,7 @@ import torch
 
 from ktransformer2.errors import ConfigError
 from ktransformer2.kernels import reference
-from ktransformer2.kernels.batch import AttentionParams, KVBatch
+from ktransformer2.kernels.batch import BATCH_DTYPES, AttentionParams, KVBatch
 from ktransformer2.kernels.pages import FORMS
 
 ENVIRONMENT_VARIABLE = "KTRANSFORMER_KERNELS"
@@ -136,7 +136,7 @@ def _check_rows(k: torch.Tensor, v: torch.Tensor, batch: KVBatch, column: int) -
 def _check_batch(batch: KVBatch) -> None:
     """Once per batch, not per layer: a decode step is short."""
     global _batch_seen
-    for name, dtype in _BATCH_DTYPES.items():
+    for name, dtype in BATCH_DTYPES.items():
         tensor: torch.Tensor = getattr(batch, name)
         assert tensor.dtype == dtype, f"{name} is {tensor.dtype}, not {dtype}"
         assert tensor.is_contiguous(), f"{name} is not contiguous, its strides are {tensor.stride()}"
@@ -144,18 +144,6 @@ def _check_batch(batch: KVBatch) -> None:
         f"page_table has shape {tuple(batch.page_table.shape)}, open_table {tuple(batch.open_table.shape)}"
     )
     _batch_seen = weakref.ref(batch)
-
-
-_BATCH_DTYPES = {
-    "page_table": torch.int64,
-    "open_table": torch.int64,
-    "slot_mapping": torch.int64,
-    "query_starts": torch.int32,
-    "context_lens": torch.int32,
-    "entry_starts": torch.int32,
-    "entries": torch.int32,
-    "seals": torch.int32,
-}
 
 
 def _check_queries(q: torch.Tensor, k: torch.Tensor, batch: KVBatch, params: AttentionParams) -> None:

@@ -8,6 +8,18 @@ import torch
 
 from ktransformer2.layout import LayerGroup, RopeSpec
 
+# The tensors of a `KVBatch`, in the order of the native struct.
+BATCH_DTYPES = {
+    "page_table": torch.int64,
+    "open_table": torch.int64,
+    "slot_mapping": torch.int64,
+    "query_starts": torch.int32,
+    "context_lens": torch.int32,
+    "entry_starts": torch.int32,
+    "entries": torch.int32,
+    "seals": torch.int32,
+}
+
 
 @dataclass(frozen=True)
 class KVBatch:

@@ -15,22 +15,12 @@ import torch
 
 from ktransformer2 import _native
 from ktransformer2.errors import ConfigError
-from ktransformer2.kernels.batch import AttentionParams, KVBatch
+from ktransformer2.kernels.batch import BATCH_DTYPES, AttentionParams, KVBatch
 from ktransformer2.layout import Form
 
 VERSION = _native.version
 
 _FORMS = {torch.float32: int(Form.FP32), torch.bfloat16: int(Form.BF16), torch.float16: int(Form.FP16)}
-_TENSORS = {  # in the order of the C++ struct
-    "page_table": torch.int64,
-    "open_table": torch.int64,
-    "slot_mapping": torch.int64,
-    "query_starts": torch.int32,
-    "context_lens": torch.int32,
-    "entry_starts": torch.int32,
-    "entries": torch.int32,
-    "seals": torch.int32,
-}
 _targets = tuple(_native.isa_names())
 _target = _targets[0]
 _batches: dict[int, tuple[weakref.ref[KVBatch], _native.Batch]] = {}  # by id; gone with the batch
@@ -102,8 +92,8 @@ def _native_batch(batch: KVBatch) -> _native.Batch:
     known = _batches.get(key)
     if known is not None and known[0]() is batch:
         return known[1]
-    tensors = [getattr(batch, name) for name in _TENSORS]
-    for (name, dtype), tensor in zip(_TENSORS.items(), tensors, strict=True):
+    tensors = [getattr(batch, name) for name in BATCH_DTYPES]
+    for (name, dtype), tensor in zip(BATCH_DTYPES.items(), tensors, strict=True):
         assert tensor.dtype == dtype, f"{name} is {tensor.dtype}, not {dtype}"
         assert tensor.device.type == "cpu", f"{name} is on {tensor.device}"
         assert tensor.is_contiguous(), f"{name} is not contiguous, its strides are {tensor.stride()}"
