@@ -18,6 +18,8 @@ import typer
 from typer.testing import CliRunner
 
 from ktransformer2 import __version__, cli
+from ktransformer2.cli import guard
+from ktransformer2.cli.run import prompt_text
 
 CLI = [sys.executable, "-m", "ktransformer2.cli"]
 
@@ -98,7 +100,7 @@ def test_run_reads_a_file_before_the_prompt(tiny_model_folder: Path, tmp_path: P
 def test_run_refuses_what_is_no_text(tiny_model_folder: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.txt"
     broken.write_bytes(b"\xff\xfe\xff")
-    assert "no UTF-8 text" in failed(invoke("run", tiny_model_folder, "--file", broken), cli.EXIT_FAILED)
+    assert "no UTF-8 text" in failed(invoke("run", tiny_model_folder, "--file", broken), guard.EXIT_FAILED)
 
 
 @pytest.mark.parametrize("arguments", [(), ("--raw",), ("--prompt", ""), ("--prompt", " \n"), ("--raw", "-p", "")])
@@ -106,7 +108,7 @@ def test_an_empty_prompt_is_refused_before_weights_are_read(
     tiny_model_folder: Path, arguments: tuple[str, ...]
 ) -> None:
     result = invoke("run", tiny_model_folder, *arguments)
-    assert "prompt is empty" in failed(result, cli.EXIT_FAILED)
+    assert "prompt is empty" in failed(result, guard.EXIT_FAILED)
     assert "weights" not in result.stderr
 
 
@@ -115,7 +117,7 @@ def test_bytes_that_are_no_text_are_refused_before_weights_are_read(
     tiny_model_folder: Path, arguments: tuple[str, ...], place: str
 ) -> None:
     result = CliRunner().invoke(cli.app, ["run", str(tiny_model_folder), *arguments], input=b"ab\xff")
-    assert failed(result, cli.EXIT_FAILED) == f"error: {place} is no UTF-8 text"
+    assert failed(result, guard.EXIT_FAILED) == f"error: {place} is no UTF-8 text"
     assert "weights" not in result.stderr
 
 
@@ -129,7 +131,7 @@ def test_a_text_that_cannot_be_read_is_one_line(
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "read_text", refuse)
-    message = failed(invoke("run", tiny_model_folder, "--file", text, "-p", "x"), cli.EXIT_FAILED)
+    message = failed(invoke("run", tiny_model_folder, "--file", text, "-p", "x"), guard.EXIT_FAILED)
     assert "text.txt cannot be read" in message
 
 
@@ -140,33 +142,33 @@ def test_run_on_a_terminal_without_a_prompt_is_a_usage_error(monkeypatch: pytest
 
     monkeypatch.setattr(sys, "stdin", Terminal())
     with pytest.raises(typer.Exit) as stop:
-        cli._prompt_text(None, None)
-    assert stop.value.exit_code == cli.EXIT_USAGE
+        prompt_text(None, None)
+    assert stop.value.exit_code == guard.EXIT_USAGE
 
 
 def test_unknown_model() -> None:
-    assert "/no/such/model" in failed(invoke("run", "/no/such/model", "-p", "x"), cli.EXIT_FAILED)
+    assert "/no/such/model" in failed(invoke("run", "/no/such/model", "-p", "x"), guard.EXIT_FAILED)
 
 
 def test_memory_that_is_too_small_does_not_fit(tiny_model_folder: Path) -> None:
     result = invoke("run", tiny_model_folder, "-p", "x" * 4000, "--memory", "1MB", "--max-new-tokens", "5000")
-    message = failed(result, cli.EXIT_DOES_NOT_FIT)
+    message = failed(result, guard.EXIT_DOES_NOT_FIT)
     assert "5000" in message
     assert "longest" in message
 
 
 def test_prompt_longer_than_the_model_does_not_fit(tiny_model_folder: Path) -> None:
     result = invoke("run", tiny_model_folder, "-p", "x", "--memory", "64MB", "--max-new-tokens", "200000")
-    assert "131072" in failed(result, cli.EXIT_DOES_NOT_FIT)
+    assert "131072" in failed(result, guard.EXIT_DOES_NOT_FIT)
 
 
 def test_settings_that_are_wrong_are_usage_errors(tiny_model_folder: Path) -> None:
     assert "'lots' is not understood" in failed(
-        invoke("run", tiny_model_folder, "-p", "x", "--memory", "lots"), cli.EXIT_USAGE
+        invoke("run", tiny_model_folder, "-p", "x", "--memory", "lots"), guard.EXIT_USAGE
     )
     for arguments in (("--kv", "int4"), ("--max-new-tokens", "0"), ("--temperature", "-1"), ("--no-such-flag",)):
         result = invoke("run", tiny_model_folder, "-p", "x", *arguments)
-        assert result.exit_code == cli.EXIT_USAGE
+        assert result.exit_code == guard.EXIT_USAGE
         assert "Usage:" in result.stderr
 
 
@@ -177,7 +179,7 @@ def test_ctrl_c_is_130_without_a_traceback(tiny_model_folder: Path) -> None:
         assert os.read(process.stdout.fileno(), 1)  # the answer has begun
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
-    assert process.returncode == cli.EXIT_INTERRUPTED
+    assert process.returncode == guard.EXIT_INTERRUPTED
     assert b"Traceback" not in errors
     assert errors.rstrip().endswith(b"error: interrupted")
 
@@ -197,7 +199,7 @@ def in_a_shell(script: str, folder: Path, **environment: str) -> tuple[int, str,
 
 def test_a_reader_that_leaves_ends_the_answer_quietly(tiny_model_folder: Path) -> None:
     code, answer, errors = in_a_shell("$RUN | head -c 1", tiny_model_folder)
-    assert (code, len(answer)) == (cli.EXIT_FAILED, 1)
+    assert (code, len(answer)) == (guard.EXIT_FAILED, 1)
     assert "rror" not in errors
     assert "Traceback" not in errors
 
@@ -205,7 +207,7 @@ def test_a_reader_that_leaves_ends_the_answer_quietly(tiny_model_folder: Path) -
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
 def test_an_answer_that_cannot_be_written_is_one_line(tiny_model_folder: Path) -> None:
     code, _, errors = in_a_shell("$RUN > /dev/full", tiny_model_folder)
-    assert code == cli.EXIT_FAILED
+    assert code == guard.EXIT_FAILED
     assert errors.splitlines()[-1] == "error: stdout cannot be written ([Errno 28] No space left on device)"
     assert "Traceback" not in errors
 
@@ -222,7 +224,7 @@ def test_a_cache_directory_that_cannot_be_made_is_a_usage_error(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("KTRANSFORMER_CACHE", str(tmp_path / "file" / "below"))
-    message = failed(invoke("demo", "--source", "wheel", "--png", tmp_path / "p.png"), cli.EXIT_USAGE)
+    message = failed(invoke("demo", "--source", "wheel", "--png", tmp_path / "p.png"), guard.EXIT_USAGE)
     assert "KTRANSFORMER_CACHE" in message
 
 
@@ -231,7 +233,7 @@ def test_a_result_that_has_no_place_is_refused_before_anything_runs(command: tup
     (tmp_path / "file").touch()
     for place in (tmp_path / "file" / "below", tmp_path):
         result = invoke(*command, place)
-        assert f"{place} cannot be written" in failed(result, cli.EXIT_USAGE)
+        assert f"{place} cannot be written" in failed(result, guard.EXIT_USAGE)
         assert f"name another place with {command[-1]}" in result.stderr
         assert "libraries" not in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -259,7 +261,7 @@ def test_bench_hands_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_unknown_bench_is_a_usage_error() -> None:
-    assert invoke("bench", "speed").exit_code == cli.EXIT_USAGE
+    assert invoke("bench", "speed").exit_code == guard.EXIT_USAGE
 
 
 def test_demo_on_a_random_model(tmp_path: Path) -> None:
@@ -293,4 +295,4 @@ def test_demo_shows_answers_table_plot_and_sentences(tmp_path: Path) -> None:
 
 def test_demo_without_room_for_the_text() -> None:
     result = invoke("demo", "--source", "random", "--context", "100", "--memory", "64MB")
-    assert "raise --context" in failed(result, cli.EXIT_USAGE)
+    assert "raise --context" in failed(result, guard.EXIT_USAGE)

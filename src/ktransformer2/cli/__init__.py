@@ -1,0 +1,61 @@
+"""`ktransformer`: the door for people. stdout is the result, stderr the progress; every error is one clear message.
+
+One file a command; `guard` has exit codes and errors, `options` what commands share. Knows how to ask the engine, the
+demo and the benches, and nothing of how they work. Nothing heavy is imported before a command runs: `--help` imports
+no torch.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from ktransformer2.cli.bench import bench
+from ktransformer2.cli.demo import demo
+from ktransformer2.cli.guard import EXIT_INTERRUPTED
+from ktransformer2.cli.run import run
+
+app = typer.Typer(
+    name="ktransformer",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # drawing help with rich takes as long as all the rest of --help together
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from ktransformer2 import __version__
+
+        typer.echo(f"ktransformer2 {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """A dynamic KV cache for transformers: memory that follows the text."""
+
+
+for command in (run, demo, bench):
+    app.command()(command)
+
+
+def main() -> None:
+    """The entry point of the `ktransformer` command."""
+    if sys.stdout is None:  # closed by the shell
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # until the program ends
+    elif isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an answer may hold more than a terminal's encoding does
+    try:
+        app()
+    except KeyboardInterrupt:  # before a command's own guard, such as while typer starts
+        sys.exit(EXIT_INTERRUPTED)

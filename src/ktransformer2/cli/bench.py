@@ -1,0 +1,48 @@
+"""`ktransformer bench`: what is promised, measured."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ktransformer2.cli.guard import check_place, reported
+
+
+class Bench(StrEnum):
+    """The scenarios, and the list of their targets."""
+
+    attention = "attention"
+    decode = "decode"
+    memory = "memory"
+    fidelity = "fidelity"
+    status = "status"
+
+
+@reported
+def bench(
+    name: Annotated[Bench, typer.Argument(help="What to measure; status lists every target.")],
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A small run that finds faults; its figures do not count.")
+    ] = False,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write rows, summary and configuration here.")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 5 where a target is missed.")] = False,
+    seed: Annotated[int | None, typer.Option(help="What is drawn, is drawn from it.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="fp32 or bf16; else what the targets were set for.")] = None,
+    prompts: Annotated[int | None, typer.Option(help="How many prompts.", min=1)] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="The longest prompt.", min=1)] = None,
+    model: Annotated[str | None, typer.Option(help="Another model than the pinned one.")] = None,
+) -> None:
+    """Measure what is promised, each figure against a named rival on this machine."""
+    if json_path is not None and name is not Bench.status:  # the status reads it
+        check_place(json_path, "--json")
+    from ktransformer2.bench.outcome import BenchOptions
+    from ktransformer2.bench.run import main as run_bench
+
+    seeded = {} if seed is None else {"seed": seed}
+    options = BenchOptions(quick=quick, dtype=dtype, num_prompts=prompts, max_tokens=max_tokens, model=model, **seeded)
+    raise typer.Exit(run_bench(name.value, quick=quick, json_path=json_path, check=check, options=options))

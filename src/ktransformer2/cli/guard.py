@@ -1,0 +1,82 @@
+"""Exit codes, and the guard around every command: what goes wrong becomes one line on stderr and a code.
+
+0 ok   1 failed   2 usage   3 not reachable   4 does not fit   5 a threshold broken   130 Ctrl-C
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn, ParamSpec
+
+import typer
+
+EXIT_FAILED, EXIT_USAGE, EXIT_NOT_REACHABLE, EXIT_DOES_NOT_FIT, EXIT_THRESHOLD, EXIT_INTERRUPTED = 1, 2, 3, 4, 5, 130
+
+P = ParamSpec("P")
+
+
+def fail(message: str, code: int) -> NoReturn:
+    """Ends the command with one line on stderr."""
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(code)
+
+
+def reported(command: Callable[P, None]) -> Callable[P, None]:
+    """Errors of this package and Ctrl-C become a message and an exit code; anything else is a bug and shows itself."""
+
+    @functools.wraps(command)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        from ktransformer2.errors import ConfigError, ContextLengthError, KTransformerError, OutOfMemoryError
+
+        try:
+            command(*args, **kwargs)
+        except ConfigError as error:
+            fail(str(error), EXIT_USAGE)
+        except (OutOfMemoryError, ContextLengthError) as error:
+            fail(str(error), EXIT_DOES_NOT_FIT)
+        except KTransformerError as error:
+            fail(str(error), EXIT_FAILED)
+        except KeyboardInterrupt:
+            fail("interrupted", EXIT_INTERRUPTED)
+
+    return guarded
+
+
+@contextmanager
+def to_stdout() -> Iterator[None]:
+    """What is written to stdout inside the block arrives, or one message says why not. A reader that left is no fault:
+    typer ends the program quietly.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the rest is tried again at the end
+        fail(f"stdout cannot be written ({error})", EXIT_FAILED)
+
+
+def write(text: str) -> None:
+    """A piece of the result, on stdout at once."""
+    with to_stdout():
+        sys.stdout.write(text)
+
+
+def check_place(path: Path, option: str) -> None:
+    """Raises ConfigError unless a file can be written there: found out now, not when all is computed."""
+    from ktransformer2.errors import ConfigError
+
+    try:
+        is_new = not path.exists()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}; name another place with {option}") from error
