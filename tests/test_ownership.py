@@ -50,3 +50,12 @@ def test_a_child_after_fork_has_the_same_thread_id_and_is_refused(monkeypatch: p
     monkeypatch.setattr(os, "getpid", lambda: -1)
     with pytest.raises(OwnershipError, match="was used from a child process after fork"):
         owner.check()
+
+
+def test_what_is_handed_over_belongs_to_whoever_comes_next() -> None:
+    owner = Owner("the cache")
+    owner.check()
+    owner.hand_over()
+    assert refusal(owner) == ""
+    with pytest.raises(OwnershipError, match="the cache belongs to thread"):
+        owner.hand_over()

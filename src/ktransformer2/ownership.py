@@ -9,7 +9,7 @@ from ktransformer2.errors import OwnershipError
 
 
 class Owner:
-    """The thread that something belongs to: the one that calls `check` first."""
+    """The thread that something belongs to: the one that calls `check` first, or first after `hand_over`."""
 
     def __init__(self, what: str) -> None:
         """`what` names the thing in the message, such as "the engine"."""
@@ -28,3 +28,8 @@ class Owner:
                 f"{self._what} belongs to thread {thread} of process {process} and was used from {which}; "
                 "send the work to that thread, or make another one here"
             )
+
+    def hand_over(self) -> None:
+        """The next thread that calls `check` takes possession. Raises: OwnershipError from a thread that has none."""
+        self.check()
+        self._thread = None

@@ -213,6 +213,67 @@ def test_rollback_in_a_shared_block_leaves_the_other_table_alone() -> None:
     cache.check_integrity()
 
 
+def test_a_table_may_have_a_reach_of_its_own() -> None:
+    cache = make_cache(FULL_GROUP, WINDOW_GROUP, kv="int8")
+    table, other = cache.new_table(), cache.new_table()
+    table.rollback_tokens = 20
+    for each in (table, other):
+        assert append(cache, each, PROMPT)
+    fork = cache.fork(table)
+    for each in (table, fork):
+        assert cache.rollback(each, 20)
+        assert append(cache, each, [3] * 25)
+        assert_rows(cache, each, [*PROMPT[:30], *[3] * 25])
+    with pytest.raises(ConfigError, match=r"cannot take back 20 tokens.*max_rollback_tokens=0"):
+        cache.rollback(other, 20)
+    cache.check_integrity()
+
+
+def test_a_truncated_table_keeps_the_rows_it_has_and_is_found_no_more() -> None:
+    cache = make_cache(kv="int8")
+    table = start(cache, PROMPT)
+    assert table is not None
+    assert cache.truncate(table, 10)  # 40 tokens: the third block is cut, and has only its sealed rows
+    assert_rows(cache, table, PROMPT[:40])
+    assert append(cache, table, [7] * 24)
+    assert_rows(cache, table, [*PROMPT[:40], *[7] * 24])
+    cache.check_integrity()
+    cache.release(table)
+    assert cache.match([*PROMPT[:40], *[7] * 24]).num_tokens == 32  # two blocks that were never cut
+    assert cache.match(PROMPT).num_tokens == 48  # the third one is whole where it was published
+    cache.check_integrity()
+
+
+def test_truncating_in_full_form_is_a_rollback() -> None:
+    cache = make_cache(kv="full")
+    table = start(cache, PROMPT)
+    assert table is not None
+    assert cache.truncate(table, 10)
+    assert append(cache, table, [7] * 24)
+    cache.release(table)
+    assert cache.match([*PROMPT[:40], *[7] * 24, 1]).num_tokens == 64
+
+
+def test_a_truncation_into_what_a_window_let_go_is_refused() -> None:
+    cache = make_cache(FULL_GROUP, WINDOW_GROUP)
+    table = start(cache, list(range(200)))
+    assert table is not None
+    with pytest.raises(ConfigError, match=r"cannot take back 150 tokens.*sliding window"):
+        cache.truncate(table, 150)
+    assert_rows(cache, table, list(range(200)))
+
+
+def test_a_callers_bytes_count_against_the_limit() -> None:
+    cache = make_cache(memory_bytes=2**20)
+    assert cache.charge(2**19)
+    assert not cache.charge(2**20)
+    cache.discharge(2**19)
+    assert cache.charge(2**20 - 2**16)
+    assert start(cache, list(range(500))) is None
+    cache.discharge(2**20 - 2**16)
+    assert start(cache, list(range(500))) is not None
+
+
 @BOTH
 def test_defragmentation_keeps_every_row(kv: str) -> None:
     cache = make_cache(FULL_GROUP, WINDOW_GROUP, kv=kv)

@@ -133,6 +133,7 @@ class BlockTable:
 
     `num_tokens`: tokens whose rows are computed. `pending`: rows allocated for the coming step.
     `cached_tokens`: tokens adopted from a prefix match. `next_position`: where the next token is rotated to.
+    `rollback_tokens`: how many of its newest tokens can be taken back exactly; may be raised at any time.
     """
 
     __slots__ = (
@@ -144,14 +145,16 @@ class BlockTable:
         "pending",
         "position_offset",
         "publishes",
+        "rollback_tokens",
         "root",
         "tokens",
     )
 
-    def __init__(self, num_groups: int, root: bytes, publishes: bool) -> None:
+    def __init__(self, num_groups: int, root: bytes, publishes: bool, rollback_tokens: int = 0) -> None:
         self.groups = [GroupTable() for _ in range(num_groups)]
         self.root = root
         self.publishes = publishes
+        self.rollback_tokens = rollback_tokens
         self.tokens = array("i")
         self.keys: list[bytes] = []
         self.num_tokens = 0
@@ -162,7 +165,7 @@ class BlockTable:
 
     def copy(self) -> BlockTable:
         """The same entries and counts; the caller counts the references."""
-        other = BlockTable(0, self.root, self.publishes)
+        other = BlockTable(0, self.root, self.publishes, self.rollback_tokens)
         other.groups = [group_table.copy() for group_table in self.groups]
         other.tokens, other.keys = self.tokens[:], list(self.keys)
         other.num_tokens, other.cached_tokens = self.num_tokens, self.cached_tokens

@@ -66,7 +66,7 @@ class KVCache:
         self._arena = Arena(config.memory_bytes)
         stores = [BlockStore(self._arena, geometry, i, sealed, config) for i in range(len(geometry.groups))]
         self._residency = Residency(self._arena, stores, clock)
-        self._edits = TableEdits(self._residency, config.block_tokens, config.max_rollback_tokens)
+        self._edits = TableEdits(self._residency, config.block_tokens)
         self._tables: set[BlockTable] = set()  # those that may hold blocks; recounted by check_integrity
         self._owner = Owner("the cache")
         self._closed = False
@@ -132,7 +132,8 @@ class KVCache:
     def new_table(self, salt: bytes = b"", publish: bool = True) -> BlockTable:
         """An empty table. `publish=False` (embeddings, soft prompts): its blocks are never found by others."""
         self._check_owner()
-        return BlockTable(len(self._residency.stores), self._root(salt), publish)
+        rollback = self.config.max_rollback_tokens
+        return BlockTable(len(self._residency.stores), self._root(salt), publish, rollback)
 
     def allocate(self, table: BlockTable, num_tokens: int, match: PrefixMatch | None = None) -> bool:
         """Room for `num_tokens` rows behind those the table has. False: no room, and nothing has changed.
@@ -284,24 +285,45 @@ class KVCache:
     def rollback(self, table: BlockTable, num_tokens: int) -> bool:
         """Take the last `num_tokens` tokens back, exactly. False: no room for the copy that a shared block needs.
 
-        What a rollback needs is kept for `max_rollback_tokens` behind the most tokens the table ever held.
+        What a rollback needs is kept for `rollback_tokens` behind the most tokens the table ever held.
 
         Raises: ConfigError when the rows as computed, or blocks a window passed, are gone (`max_rollback_tokens`).
         """
+        keep = self._start_cutting(table, num_tokens)
+        if num_tokens and not (self._sees_all(table, keep) and self._refills(table, keep)):
+            raise ConfigError(
+                f"cannot take back {num_tokens} tokens: what that needs is kept for max_rollback_tokens="
+                f"{table.rollback_tokens}; set it to the longest rollback"
+            )
+        return self._edits.trim(table, keep)
+
+    def truncate(self, table: BlockTable, num_tokens: int) -> bool:
+        """Take the last `num_tokens` tokens back, however many: `rollback` where that is exact.
+
+        Elsewhere the rows that are left of the last block stay in the form they have, and later queries read them so.
+        Side effects: then blocks made later are not published. False: as `rollback`.
+        Raises: ConfigError when blocks that a window has passed would come into view again.
+        """
+        keep = self._start_cutting(table, num_tokens)
+        if num_tokens and not self._sees_all(table, keep):
+            raise ConfigError(
+                f"cannot take back {num_tokens} tokens: layers with a sliding window have let go rows that would come "
+                "into view again; begin anew, or raise max_rollback_tokens"
+            )
+        if num_tokens and not self._refills(table, keep):
+            table.publishes = False
+        return self._edits.trim(table, keep)
+
+    def _start_cutting(self, table: BlockTable, num_tokens: int) -> int:
+        """How many tokens are kept."""
         self._check_owner()
         assert 0 <= num_tokens <= table.num_tokens, f"{num_tokens} of {table.num_tokens} tokens"
         if table.pending:
             self.abandon(table)
-        keep = table.num_tokens - num_tokens
-        if num_tokens and not self._can_keep(table, keep):
-            raise ConfigError(
-                f"cannot take back {num_tokens} tokens: what that needs is kept for max_rollback_tokens="
-                f"{self.config.max_rollback_tokens}; set it to the longest rollback"
-            )
-        return self._edits.trim(table, keep)
+        return table.num_tokens - num_tokens
 
-    def _can_keep(self, table: BlockTable, keep: int) -> bool:
-        """Whether exactly `keep` tokens can be left: rows as computed for a cut block, and every visible block."""
+    def _sees_all(self, table: BlockTable, keep: int) -> bool:
+        """Whether every block that a query behind `keep` tokens sees is still there."""
         for group_table, store in zip(table.groups, self._residency.stores, strict=True):
             entries, ends = group_table.entries, np.cumsum(group_table.entries[:, ROWS])
             window = store.group.window
@@ -309,6 +331,13 @@ class KVCache:
             cut = int(np.searchsorted(ends, keep, side="left"))
             if keep and (entries[first : cut + 1, BLOCK] == RELEASED).any():
                 return False
+        return True
+
+    def _refills(self, table: BlockTable, keep: int) -> bool:
+        """Whether the block that is cut at `keep` tokens has its rows as computed, so that it fills again."""
+        for group_table, store in zip(table.groups, self._residency.stores, strict=True):
+            entries, ends = group_table.entries, np.cumsum(group_table.entries[:, ROWS])
+            cut = int(np.searchsorted(ends, keep, side="left"))
             if keep and ends[cut] != keep:
                 block = store.block(int(entries[cut, BLOCK]))
                 if not block.open_extent and int(entries[cut, ROWS]) == self.config.block_tokens:
@@ -468,6 +497,19 @@ class KVCache:
                 count = named.pop((g, block.block_id), 0)
                 assert block.references == count, f"{block} is named by {count} entries"
         assert not named, f"entries name free blocks: {sorted(named)}"
+
+    def hand_over(self) -> None:
+        """The cache belongs to the next thread that uses it. For the owner to call between two steps."""
+        self._owner.hand_over()
+
+    def charge(self, num_bytes: int) -> bool:
+        """Count bytes of the caller's own, such as a gathered view, against the limit. False: no room for them."""
+        self._check_owner()
+        return self._residency.take(lambda: self._arena.charge(num_bytes) or None) is not None
+
+    def discharge(self, num_bytes: int) -> None:
+        """The caller's bytes are gone."""
+        self._arena.discharge(num_bytes)
 
     def close(self) -> None:
         """Give everything back. Tables made by this cache must not be used afterwards."""

@@ -17,10 +17,9 @@ from ktransformer2.cache.residency import Residency
 class TableEdits:
     """Edits on block tables over the blocks of one `Residency`."""
 
-    def __init__(self, residency: Residency, block_tokens: int, max_rollback_tokens: int) -> None:
+    def __init__(self, residency: Residency, block_tokens: int) -> None:
         self._residency = residency
         self._block_tokens = block_tokens
-        self._max_rollback_tokens = max_rollback_tokens
 
     # --- growing
 
@@ -51,7 +50,7 @@ class TableEdits:
                 num_open += full
                 num_sealed = 0
             else:
-                num_open += min(full, -(-max(0, self._max_rollback_tokens - rest) // size))
+                num_open += min(full, -(-max(0, table.rollback_tokens - rest) // size))
             total += num_open * store.open_layout.extent_bytes + num_sealed * store.sealed_layout.extent_bytes
         return total
 
@@ -65,7 +64,7 @@ class TableEdits:
         store.sealed_pool.reserve(max(0, end - at) // size)
         while at < end:
             rows = min(size, end - at)
-            keep_open = rows < size or at + rows > end - self._max_rollback_tokens
+            keep_open = rows < size or at + rows > end - table.rollback_tokens
             block = self._append_block(group_table, store, rows, keep_open)
             if block is None:
                 return False
@@ -262,7 +261,7 @@ class TableEdits:
 
     def drop_open_rows(self, table: BlockTable, num_new: int) -> None:
         """Sealed blocks out of a rollback's reach give back their rows as computed; `num_new` came in this step."""
-        reach = table.num_tokens - self._max_rollback_tokens
+        reach = table.num_tokens - table.rollback_tokens
         for store, group_table in zip(self._residency.stores, table.groups, strict=True):
             end = table.num_tokens
             for block_id, _, rows, _ in group_table.entries[::-1].tolist():
@@ -279,7 +278,7 @@ class TableEdits:
         for store, group_table in zip(self._residency.stores, table.groups, strict=True):
             if store.group.window is None:
                 continue
-            first_visible = table.num_tokens - self._max_rollback_tokens - store.group.window + 1
+            first_visible = table.num_tokens - table.rollback_tokens - store.group.window + 1
             ends = np.cumsum(group_table.entries[:, ROWS])
             passed = int(np.searchsorted(ends, first_visible, side="right"))
             held = group_table.entries[: min(passed, group_table.num_entries - 1), BLOCK]
