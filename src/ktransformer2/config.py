@@ -1,6 +1,7 @@
 """Every knob, with its effect, unit, default and cost. Frozen and checked at load. Knows no other room.
 
-A knob that has another name in the design it came from keeps that name in its metadata (`seed`).
+A knob that has another name in the design it came from keeps that name in its metadata (`seed`). `chosen_by` says what
+chose the default; "held by" names the key of a bench that would show it broken, which is less than having chosen it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", re.IGNORECASE)
 _TOKENS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KM]?)\s*", re.IGNORECASE)
 _MAX_RATIO = 1000.0
+# What chose a default, where no measurement did.
+_CONVENTION, _OFF = "convention", "off unless asked for"
+_FIRST_DESIGN = "the design this project began with"
 
 
 def parse_bytes(size: str | int) -> int:
@@ -69,9 +73,10 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def knob(default: Any, effect: str, *, unit: str = "", cost: str = "", seed: str = "") -> Any:
-    """A dataclass field that documents itself."""
-    return field(default=default, metadata={"effect": effect, "unit": unit, "cost": cost, "seed": seed})
+def knob(default: Any, effect: str, **about: str) -> Any:
+    """A dataclass field that documents itself: `unit`, `cost`, `seed` and `chosen_by` beside its effect."""
+    assert not set(about) - {"unit", "cost", "seed", "chosen_by"}, f"unknown metadata: {sorted(about)}"
+    return field(default=default, metadata={"effect": effect, **about})
 
 
 class _Checked:
@@ -134,52 +139,101 @@ class CacheConfig(_Checked):
         "hard limit over K, V, scales, tables and copies in flight",
         unit="bytes",
         cost="less memory: fewer cached prefixes, more waiting",
+        chosen_by=_CONVENTION,
     )
-    kv: str = knob("auto", "form of full blocks: auto (int8 in every layer), full (the model's precision) or int8")
+    kv: str = knob(
+        "auto",
+        "form of full blocks: auto (int8 in every layer), full (the model's precision) or int8",
+        cost="int8: answers near those of full precision, not the same",
+        chosen_by="half the bytes; held by bench fidelity: kl_int8, top1_int8",
+    )
     block_tokens: int = knob(
         64,
         "tokens of one block: the unit of sharing, sealing and moving",
         unit="tokens",
         cost="larger: more waste in the last block; smaller: more table entries",
+        chosen_by="arithmetic (half of a last block is 2 % of a chat); held by bench memory: waste_tokens",
     )
     initial_headroom_ratio: float = knob(
         1.2,
         "committed memory at the first growth, relative to what is asked",
         unit="ratio",
         seed="GROWTH_FACTOR 1.2x",
+        chosen_by=f"{_FIRST_DESIGN}; held by bench memory: waste_bytes",
     )
     low_free_ratio: float = knob(
-        0.20, "growth is due when less than this share of a chunk is free", unit="ratio", seed="20 %"
+        0.20,
+        "growth is due when less than this share of a chunk is free",
+        unit="ratio",
+        seed="20 %",
+        chosen_by=f"{_FIRST_DESIGN}; held by bench memory: growth_per_1k_tokens",
     )
     growth_factor: float = knob(
-        1.5, "each growth in a row is larger by this factor, within its bound", unit="ratio", seed="GROWTH_FACTOR"
+        1.5,
+        "each growth in a row is larger by this factor, within its bound",
+        unit="ratio",
+        seed="GROWTH_FACTOR",
+        chosen_by=f"{_CONVENTION}; held by bench memory: growth_per_1k_tokens",
     )
     shrink_threshold_ratio: float = knob(
         0.5,
         "a shrink is due when less than this share of the newest chunks is used",
         unit="ratio",
         seed="SHRINK_THRESHOLD",
+        chosen_by=f"{_FIRST_DESIGN}; held by bench memory: waste_bytes",
     )
-    shrink_check_tokens: int = knob(100, "tokens between two shrink checks", unit="tokens", seed="each 100 tokens")
+    shrink_check_tokens: int = knob(
+        100, "tokens between two shrink checks", unit="tokens", seed="each 100 tokens", chosen_by=_FIRST_DESIGN
+    )
     min_chunk_tokens: int = knob(
-        256, "smallest step of growth", unit="tokens", seed="MIN_CHUNK_SIZE", cost="larger: fewer steps, more waste"
+        256,
+        "smallest step of growth",
+        unit="tokens",
+        seed="MIN_CHUNK_SIZE",
+        cost="larger: fewer steps, more waste",
+        chosen_by=f"{_FIRST_DESIGN}; held by bench memory: growth_per_1k_tokens",
     )
     defrag_interval_requests: int = knob(
-        1000, "defragment at the latest after this many finished requests", unit="requests", seed="DEFRAG_INTERVAL"
+        1000,
+        "defragment at the latest after this many finished requests",
+        unit="requests",
+        seed="DEFRAG_INTERVAL",
+        chosen_by=_FIRST_DESIGN,
     )
     max_fragmentation_ratio: float = knob(
-        0.30, "defragment when 1 - largest free run / free passes this", unit="ratio", seed="fragmentation 30 %"
+        0.30,
+        "defragment when 1 - largest free run / free passes this",
+        unit="ratio",
+        seed="fragmentation 30 %",
+        chosen_by=_FIRST_DESIGN,
     )
     maintain_bytes: int = knob(
-        8 * 2**20, "bytes that maintain() may copy between two steps", unit="bytes", cost="larger: longer pauses"
+        8 * 2**20,
+        "bytes that maintain() may copy between two steps",
+        unit="bytes",
+        cost="larger: longer pauses",
+        chosen_by=f"{_CONVENTION}; held by bench memory: step_p99_over_p50_vs_control",
     )
-    cached_share_ratio: float = knob(0.5, "share of the limit that blocks without a user may keep", unit="ratio")
-    cached_idle_s: float = knob(300.0, "blocks without a user are freed after this long", unit="seconds")
+    cached_share_ratio: float = knob(
+        0.5,
+        "share of the limit that blocks without a user may keep",
+        unit="ratio",
+        cost="larger: more reuse; such blocks leave anyway when room is needed",
+        chosen_by=_CONVENTION,
+    )
+    cached_idle_s: float = knob(
+        300.0,
+        "blocks without a user are freed after this long",
+        unit="seconds",
+        cost="longer: more reuse after a pause, memory held meanwhile",
+        chosen_by=_CONVENTION,
+    )
     max_rollback_tokens: int = knob(
         0,
         "tokens that can be taken back exactly (assisted generation)",
         unit="tokens",
         cost="as-computed rows of that many tokens are kept beside the sealed ones",
+        chosen_by=_OFF,
     )
 
     def _check_ranges(self) -> None:
@@ -201,12 +255,24 @@ class CacheConfig(_Checked):
 class EngineConfig(_Checked):
     """How requests are batched and bounded."""
 
-    max_num_sequences: int = knob(32, "sequences that run at once", unit="sequences")
-    max_step_tokens: int = knob(
-        512, "tokens of one step: decodes first, then prefill chunks", unit="tokens", cost="larger: slower decodes"
+    max_num_sequences: int = knob(
+        32,
+        "sequences that run at once",
+        unit="sequences",
+        cost="more: each is slower, and memory is shared by more",
+        chosen_by=_CONVENTION,
     )
-    max_queued_requests: int = knob(1024, "requests that may wait; one more is refused", unit="requests")
-    max_new_tokens: int = knob(256, "answer length when a request names none", unit="tokens")
+    max_step_tokens: int = knob(
+        512,
+        "tokens of one step: decodes first, then prefill chunks",
+        unit="tokens",
+        cost="larger: slower decodes",
+        chosen_by=_CONVENTION,
+    )
+    max_queued_requests: int = knob(
+        1024, "requests that may wait; one more is refused", unit="requests", chosen_by=_CONVENTION
+    )
+    max_new_tokens: int = knob(256, "answer length when a request names none", unit="tokens", chosen_by=_CONVENTION)
 
     def _check_ranges(self) -> None:
         self._require_at_least(1, "max_num_sequences", "max_step_tokens", "max_queued_requests", "max_new_tokens")
