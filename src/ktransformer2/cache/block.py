@@ -76,6 +76,11 @@ def root_key(fingerprint: bytes, salt: bytes, plan: str, block_tokens: int) -> b
     return hashlib.sha256(b"".join(len(f).to_bytes(8, "little") + f for f in fields)).digest()
 
 
+def table_bytes(num_tokens: int, block_tokens: int, num_groups: int) -> int:
+    """About what a block table itself takes: 4 bytes a token, a key and an entry a block."""
+    return 4 * num_tokens + (num_tokens // block_tokens + 1) * (_KEY_BYTES + 2 * _ENTRY_BYTES * num_groups)
+
+
 def next_key(parent: bytes, tokens: bytes) -> bytes:
     """The hash of a block covers its tokens and, through the parent, all tokens before it (SHA-256)."""
     return hashlib.sha256(parent + tokens).digest()
@@ -173,9 +178,8 @@ class BlockTable:
         return other
 
     def bytes_with(self, num_tokens: int, block_tokens: int) -> int:
-        """About what the table itself takes with `num_tokens` more: 4 bytes a token, a key and an entry a block."""
-        tokens = self.num_tokens + num_tokens
-        return 4 * tokens + (tokens // block_tokens + 1) * (_KEY_BYTES + 2 * _ENTRY_BYTES * len(self.groups))
+        """About what the table itself takes with `num_tokens` more."""
+        return table_bytes(self.num_tokens + num_tokens, block_tokens, len(self.groups))
 
     @property
     def next_position(self) -> int:

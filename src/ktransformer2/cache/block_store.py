@@ -15,14 +15,13 @@ from collections.abc import Sequence
 import torch
 
 from ktransformer2.cache.block import Block
+from ktransformer2.cache.sizing import page_table_bytes, page_table_rows
 from ktransformer2.config import CacheConfig
 from ktransformer2.layout import ExtentLayout, Form, ModelGeometry
 from ktransformer2.memory.arena import Arena
 from ktransformer2.memory.defrag import Move, plan_moves
 from ktransformer2.memory.growth import GrowthPolicy
 from ktransformer2.memory.slab import SlabPool
-
-_FIRST_TABLE_ROWS = 64
 
 
 class BlockStore:
@@ -163,19 +162,19 @@ class BlockStore:
     # --- tables
 
     def _grow_tables(self) -> bool:
-        return self._resize_tables(max(_FIRST_TABLE_ROWS, 2 * len(self.blocks)))
+        return self._resize_tables(page_table_rows(2 * len(self.blocks)))
 
     def shrink_tables(self) -> None:
         """Give back the table rows behind the highest block id in use; no room for the copy: they stay."""
         highest = max((block.block_id for block in self.live_blocks()), default=-1)
-        rows = self._rows_for(highest + 1) if highest >= 0 else 0
+        rows = page_table_rows(highest + 1) if highest >= 0 else 0
         if rows < len(self.blocks):
             self._resize_tables(rows)
 
     def _resize_tables(self, rows: int) -> bool:
         """Copy both tables into `rows` rows. Old and new are charged while both are there. False: no room."""
         before, kept = self.table_bytes(), min(rows, len(self.blocks))
-        if not self._arena.charge(2 * rows * len(self.group.layers) * 8):
+        if not self._arena.charge(page_table_bytes(self.group, rows)):
             return False
         for name in ("page_table", "open_table"):
             table = torch.zeros(rows, len(self.group.layers), dtype=torch.int64)
@@ -185,14 +184,6 @@ class BlockStore:
         self.blocks = self.blocks[:kept] + [None] * (rows - kept)
         self._free_ids = [block_id for block_id, block in enumerate(self.blocks) if block is None]
         return True
-
-    @staticmethod
-    def _rows_for(num_blocks: int) -> int:
-        """Tables double from their first size."""
-        rows = _FIRST_TABLE_ROWS
-        while rows < num_blocks:
-            rows *= 2
-        return rows
 
     def _set_extent(self, block: Block, address: int) -> None:
         """Rows of the page table: sealed forms, or full ones where the sealed rows are the open rows."""
@@ -222,11 +213,7 @@ class BlockStore:
 
     def table_bytes(self) -> int:
         """Bytes of both page tables as they are."""
-        return 2 * self.page_table.numel() * 8
-
-    def table_bytes_for(self, num_blocks: int) -> int:
-        """Bytes of both page tables once they hold `num_blocks`, and never less than they have now."""
-        return max(self.table_bytes(), 2 * self._rows_for(num_blocks) * len(self.group.layers) * 8)
+        return page_table_bytes(self.group, len(self.page_table))
 
     def check_integrity(self) -> None:
         owners: dict[int, Block] = {}

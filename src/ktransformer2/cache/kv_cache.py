@@ -22,13 +22,14 @@ import numpy as np
 from ktransformer2.cache.block import BLOCK, RELEASED, ROWS, SHIFT, BlockTable, next_key, root_key, token_bytes
 from ktransformer2.cache.block_store import BlockStore
 from ktransformer2.cache.residency import Residency
+from ktransformer2.cache.sizing import Demand, demand_bytes, longest_tokens, sealed_form
 from ktransformer2.cache.stats import CacheStats, take_stats
 from ktransformer2.cache.step import build_batch
 from ktransformer2.cache.table_edits import TableEdits
 from ktransformer2.config import CacheConfig
 from ktransformer2.errors import ConfigError, EngineClosedError
 from ktransformer2.kernels.batch import KVBatch
-from ktransformer2.layout import NUMERICS_VERSION, Form, ModelGeometry
+from ktransformer2.layout import NUMERICS_VERSION, ModelGeometry
 from ktransformer2.memory.arena import Arena
 from ktransformer2.memory.slab import SlabPool
 from ktransformer2.ownership import Owner
@@ -59,7 +60,7 @@ class KVCache:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.geometry, self.config = geometry, config
-        sealed = geometry.full_form if config.kv == "full" else Form.INT8
+        sealed = sealed_form(geometry, config)
         self._chain_start = (fingerprint, f"{NUMERICS_VERSION}/{geometry.full_form.name}/{sealed.name}")
         self._token_exact = sealed == geometry.full_form
         self._clock = clock
@@ -455,29 +456,15 @@ class KVCache:
 
         `chunk_tokens`: the largest step; a windowed group holds a step's rows whole before the window passes them.
         """
-        size, total = self.config.block_tokens, 0
-        for store in self._residency.stores:
-            window = store.group.window
-            # Two blocks of slack: the window and the chunk may both begin inside one.
-            held = num_tokens if window is None else min(num_tokens, window + chunk_tokens + 2 * size)
-            num_open = 1
-            if not store.seals_in_place:  # a chunk may begin in one filling block and end in another
-                num_open += (chunk_tokens > 0) - (-self.config.max_rollback_tokens // size)
-            total += held // size * store.sealed_layout.extent_bytes + num_open * store.open_layout.extent_bytes
-            total += store.table_bytes_for(held // size + 2)
-        return total + BlockTable(len(self._residency.stores), b"", True).bytes_with(num_tokens, size)
+        demand = Demand(num_tokens, chunk_tokens)
+        return demand_bytes(self.geometry, self.config, demand, self._page_tables()).total
 
     def capacity_tokens(self, chunk_tokens: int = 0) -> int:
         """The most tokens that one sequence can hold under the limit, read in steps of `chunk_tokens`."""
-        low, high = 0, 1 << 40
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (
-                (middle, high)
-                if self.bytes_for(middle, chunk_tokens) <= self.config.memory_bytes
-                else (low, middle - 1)
-            )
-        return low
+        return longest_tokens(self.geometry, self.config, Demand(0, chunk_tokens), self._page_tables())
+
+    def _page_tables(self) -> list[int]:
+        return [store.table_bytes() for store in self._residency.stores]
 
     def check_integrity(self) -> None:
         """Recount everything; an assertion names what differs. For tests and simulations: O(blocks)."""
