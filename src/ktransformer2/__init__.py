@@ -19,18 +19,31 @@ if TYPE_CHECKING:
     from ktransformer2.engine.llm import LLM
     from ktransformer2.engine.sampling import SamplingParams
     from ktransformer2.errors import KTransformerError
+    from ktransformer2.integrations.attach import attach
+    from ktransformer2.integrations.transformers_cache import DynamicKVCache
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "CacheConfig": "ktransformer2.config",
+    "DynamicKVCache": "ktransformer2.integrations.transformers_cache",
     "EngineConfig": "ktransformer2.config",
     "KTransformerError": "ktransformer2.errors",
     "LLM": "ktransformer2.engine.llm",
     "SamplingParams": "ktransformer2.engine.sampling",
+    "attach": "ktransformer2.integrations.attach",
 }
 
-__all__ = ["LLM", "CacheConfig", "EngineConfig", "KTransformerError", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CacheConfig",
+    "DynamicKVCache",
+    "EngineConfig",
+    "KTransformerError",
+    "SamplingParams",
+    "__version__",
+    "attach",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,6 @@ nothing of the package's cache. Invariant: end tokens are never special here: an
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,8 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
+
+from ktransformer2.models.hf import cache_keyword
 
 SPREAD_COPIES = 8
 SPREAD_CHUNK = 64
@@ -28,11 +29,6 @@ class GreedyRun:
 
     token_ids: tuple[int, ...]
     margins: tuple[float, ...]
-
-
-def _cache_keyword(model: PreTrainedModel) -> str:
-    """transformers renamed `past_key_values` to `cache` in 5.24."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 @contextmanager
@@ -57,7 +53,7 @@ class Reference:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self._cache = _cache_keyword(model)
+        self._cache = cache_keyword(model)
 
     def greedy(self, prompt: Sequence[int], num_new: int) -> GreedyRun:
         """What stock `generate` answers to one prompt alone."""
@@ -129,7 +125,7 @@ class HFDecoder:
             if way == "static"
             else DynamicCache(config=config)
         )
-        self._keyword = _cache_keyword(model)
+        self._keyword = cache_keyword(model)
         self.token_ids: list[int] = []
 
     def prefill(self, prompt: Sequence[int]) -> float:

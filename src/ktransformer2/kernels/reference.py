@@ -93,6 +93,26 @@ def paged_attention(
     return out
 
 
+def gather(
+    k: torch.Tensor, v: torch.Tensor, batch: KVBatch, column: int, num_tokens: int | None = None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Per sequence K fp32 [G, N, Dk] and V fp32 [G, N, Dv] of layer `column`: what the block table shows, laid out.
+
+    The step's own blocks are as computed, earlier ones in the form they have. `num_tokens`: only the last N tokens seen
+    before the step, and those of the step; None: all. The new rows k and v must have been stored and sealed before.
+    """
+    views = []
+    query_starts, context_lens = batch.query_starts.tolist(), batch.context_lens.tolist()
+    for s, seen in enumerate(context_lens):
+        first, stop = query_starts[s], query_starts[s + 1]
+        entries = _visible_entries(batch, s, seen + stop - first, None if num_tokens is None else num_tokens + 1)
+        view = _SequenceView(batch, column, entries, seen)
+        view.load_as_computed(k[first:stop], v[first:stop])
+        oldest = 0 if num_tokens is None else max(0, seen - num_tokens)
+        views.append((view.k[:, oldest - view.origin :], view.v[:, oldest - view.origin :]))
+    return views
+
+
 @dataclass(frozen=True)
 class _Entry:
     """Logical tokens start:stop of a sequence, which lie in rows first_row... of `block`."""

@@ -8,6 +8,7 @@ Invariants: the model is never trained and never copied; K and V leave it only t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,28 +22,29 @@ from ktransformer2.kernels.batch import AttentionParams, KVBatch
 from ktransformer2.layout import ModelGeometry
 from ktransformer2.models.batch import FlatBatch
 from ktransformer2.models.fingerprint import fingerprint, hash_tensors
-from ktransformer2.models.probe import can_choose_logits, observe, refuse_unservable
+from ktransformer2.models.independence import can_choose_logits
+from ktransformer2.models.probe import observe, refuse_unservable, text_config
 from ktransformer2.models.registry import ATTENTION_NAME, LayerCall, quiet_transformers, receiving, register
 
 
-class _Step:
+class StepAttention:
     """A receiver that stores keys and values into the step's pages and attends over them."""
 
     def __init__(self, geometry: ModelGeometry, kv: tuple[KVBatch, ...]) -> None:
-        self._geometry = geometry
+        self.geometry = geometry
         self._kv = kv
 
     def attend(self, call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        group, column = self._geometry.layer_place[call.layer]
+        group, column = self.geometry.layer_place[call.layer]
         batch = self._kv[group]
         store_kv(k, v, batch, column)
         seal(k, v, batch, column)
         params = AttentionParams(
             scale=call.scale,
-            window=self._geometry.groups[group].window,
+            window=self.geometry.groups[group].window,
             softcap=call.softcap,
             sinks=call.sinks,
-            rope=self._geometry.rope[group],
+            rope=self.geometry.rope[group],
         )
         return paged_attention(q, k, v, batch, column, params)
 
@@ -66,7 +68,7 @@ class HFModel:
             )
         self.model = model
         model.train(False)
-        self._own_attention: str = model.config._attn_implementation
+        self._own_attention: str = _attention_of(model)
         self.vocab_size: int = _vocab_size(model)
         _use_registered_attention(model)
         self.geometry: ModelGeometry = observe(model)
@@ -81,18 +83,32 @@ class HFModel:
         assert len(batch.kv) == len(self.geometry.groups), (
             f"{len(batch.kv)} batches, {len(self.geometry.groups)} groups"
         )
-        attention = self.model.config._attn_implementation
+        attention = _attention_of(self.model)
         assert attention == ATTENTION_NAME, f"a step inside original_attention(): {attention!r} knows no pages"
         if self.geometry.shift_refused:  # elsewhere a shift may move positions past the context length
             last, end = int(batch.positions.max()), self.geometry.max_positions
             assert last < end, f"position {last} of {end}: the rotation of the whole row would change"
         rows = batch.logit_rows
         wanted = {"logits_to_keep": rows} if self._keeps_logits else {}
-        with torch.inference_mode(), receiving(_Step(self.geometry, batch.kv)):
+        with torch.inference_mode(), receiving(StepAttention(self.geometry, batch.kv)):
             logits: torch.Tensor = self.model(
                 input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False, **wanted
             ).logits[0]  # [N, vocab], or [T, vocab] from a model that cannot choose
         return (logits if self._keeps_logits else logits[rows]).float()
+
+    @contextmanager
+    def registered_attention(self) -> Iterator[None]:
+        """The registered attention inside the block, whatever was set before, for a model that is not ours to keep."""
+        before: str = _attention_of(self.model)
+        _use_registered_attention(self.model)
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(before)
+
+    def restore(self) -> None:
+        """Give the model the attention back that it came with."""
+        self.model.set_attn_implementation(self._own_attention)
 
     @contextmanager
     def original_attention(self) -> Iterator[PreTrainedModel]:
@@ -104,11 +120,22 @@ class HFModel:
             _use_registered_attention(self.model)
 
 
+def cache_keyword(model: PreTrainedModel) -> str:
+    """What the model calls its cache: transformers renamed `past_key_values` to `cache` in 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _attention_of(model: PreTrainedModel) -> str:
+    """The name of the attention that the decoder's layers use; an image tower beside it may have another."""
+    name: str = text_config(model.config)._attn_implementation
+    return name
+
+
 def _use_registered_attention(model: PreTrainedModel) -> None:
     register()
     with quiet_transformers():  # it only warns where it should refuse; the check below refuses
         model.set_attn_implementation(ATTENTION_NAME)
-    if model.config._attn_implementation != ATTENTION_NAME:
+    if _attention_of(model) != ATTENTION_NAME:
         raise UnsupportedModelError(
             f"{model.config.model_type} does not take its attention from the transformers registry"
         )

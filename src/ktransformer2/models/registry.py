@@ -1,7 +1,8 @@
 """Where transformers hands over queries, keys and values: one attention and one mask function under one name.
 
 transformers keeps process-wide registries, so these functions are global; what they do with a call is decided by the
-`Receiver` that surrounds the model's forward pass (a context variable: keyword arguments get lost in some models).
+`Receiver` that surrounds the model's forward pass (a context variable: keyword arguments get lost in some models), or,
+where a cache handed the layer `PagedRows` in place of keys and values, by those.
 transformers makes no masks for an attention name it has no mask function for; ours is registered so that every mask
 a model would have used is seen, and answers None: windows and causality are the kernel's work.
 
@@ -80,6 +81,29 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
 
 
+class PagedRows:
+    """What a cache hands to a layer in place of keys and values: rows that are placed when their queries come.
+
+    It reaches `attention` untouched; a layer that does anything else with it is told what to do.
+    """
+
+    def attend(self, call: LayerCall, query: torch.Tensor) -> torch.Tensor:
+        """Attention of query [B, H, T, Dk] over the cache, with these rows stored first: [B, T, H, Dv]."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnsupportedModelError(
+            f"a layer asked its cached keys or values for .{name}: it computes attention outside the transformers "
+            'registry; load the model with attn_implementation="sdpa"'
+        )
+
+
+class MaskReader(Protocol):
+    """Sees the mask that a model asks for behind a cache."""
+
+    def mask(self, request: Mapping[str, Any]) -> None: ...
+
+
 _receiver: ContextVar[Receiver | None] = ContextVar("ktransformer2_receiver", default=None)
 
 
@@ -93,12 +117,21 @@ def receiving(receiver: Receiver) -> Iterator[None]:
         _receiver.reset(token)
 
 
+_mask_reader: ContextVar[MaskReader | None] = ContextVar("ktransformer2_mask_reader", default=None)
+
+
+def read_next_mask(reader: MaskReader) -> None:
+    """The next mask this thread's model asks for goes to `reader`: transformers tells a mask function of no cache."""
+    _mask_reader.set(reader)
+
+
 def _current() -> Receiver:
     receiver = _receiver.get()
     if receiver is None:
         raise UnsupportedModelError(
-            f"attention {ATTENTION_NAME!r} works only inside HFModel.forward; "
-            "wrap a call of the model itself, such as generate(), in `with hf_model.original_attention():`"
+            f"attention {ATTENTION_NAME!r} reads its keys and values from a cache of this package: pass a "
+            "DynamicKVCache, call generate() inside ktransformer2.attach(model), or give the model its own attention "
+            'back with model.set_attn_implementation("sdpa")'
         )
     return receiver
 
@@ -121,12 +154,14 @@ def _refuse_unknown(name: str, keywords: Mapping[str, Any]) -> None:
 def attention(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    key: torch.Tensor | PagedRows,
+    value: torch.Tensor | PagedRows,
     attention_mask: torch.Tensor | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls: [1, H, T, Dk], [1, G, T, Dk], [1, G, T, Dv] -> [1, T, H, Dv].
+
+    With `PagedRows` in place of keys and values a batch of any size is served.
 
     Raises UnsupportedModelError for a keyword it does not understand and for a module that is not a causal layer.
     """
@@ -137,8 +172,6 @@ def attention(
     layer = getattr(module, "layer_idx", None)
     if layer is None:
         raise UnsupportedModelError(f"{name} does not say which layer it is (no layer_idx)")
-    if query.shape[0] != 1:
-        raise UnsupportedModelError(f"{name} was called with a batch of {query.shape[0]} rows; one flat row is allowed")
     scale, softcap, sinks = keywords.get("scaling"), keywords.get("softcap"), keywords.get("s_aux")
     call = LayerCall(
         layer=int(layer),
@@ -148,14 +181,22 @@ def attention(
         softcap=float(softcap) if softcap else None,
         sinks=None if sinks is None else sinks.detach().float(),
     )
+    if isinstance(key, PagedRows):
+        return key.attend(call, query), None
+    receiver = _current()
+    if query.shape[0] != 1:
+        raise UnsupportedModelError(f"{name} was called with a batch of {query.shape[0]} rows; one flat row is allowed")
+    assert isinstance(value, torch.Tensor), f"keys are a tensor, values are {type(value).__name__}"
     # [1, H, T, D] -> [T, H, D]; for most models this is how the projection wrote it, so nothing is copied.
     q, k, v = (rows[0].transpose(0, 1) for rows in (query, key, value))
-    return _current().attend(call, q, k, v).unsqueeze(0), None  # [1, T, H, Dv]
+    return receiver.attend(call, q, k, v).unsqueeze(0), None  # [1, T, H, Dv]
 
 
 def mask(**request: Any) -> None:
     """The mask function that transformers calls; there is never a mask."""
-    _current().mask(request)
+    reader = _mask_reader.get()
+    _mask_reader.set(None)
+    (reader if reader is not None and _receiver.get() is None else _current()).mask(request)
 
 
 def register() -> None:

@@ -1,0 +1,1 @@
+"""Doors for those who have an engine already."""
