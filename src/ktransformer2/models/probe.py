@@ -3,14 +3,14 @@
 A config says what a model should do; what reaches the cache is what its layers hand over. So the same token is sent
 sixteen times through the model while the attention answers zero. Without attention every position computes the same
 hidden states, and a layer's keys differ by their rotation alone: each rotary frequency table of the model is tried on
-them, and what does not fit may not be shifted. Head sizes, windows and masks are seen in the same pass.
+them, and what does not fit may not be shifted. Head sizes, windows and masks are seen in the same pass. Two more passes
+show that tokens do not depend on their neighbours (`independence`).
 
 Knows no page and no cache. Side effects: none that last.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,12 +19,16 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktransformer2.errors import UnsupportedModelError
+from ktransformer2.kernels.pages import FORMS
 from ktransformer2.kernels.rope import turn
 from ktransformer2.layout import Form, LayerGroup, ModelGeometry, RopeSpec
-from ktransformer2.models.registry import LayerCall, receiving
+from ktransformer2.models.independence import pass_row, refuse_dependent_rows
+from ktransformer2.models.registry import LayerCall
 
 _PROBE_TOKENS = 16
-_FORMS = {torch.float32: Form.FP32, torch.bfloat16: Form.BF16, torch.float16: Form.FP16}
+_LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
+_BOTH = (True, "all")
+_RECURRENT_KINDS = frozenset({"conv", "hybrid", "hybrid_sliding", "linear_attention"})
 # Largest relative distance between a key and the rotated first key: rounding of cos, sin and the products.
 _ROPE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 # What the native kernels hold in registers and on the stack.
@@ -53,23 +57,29 @@ class _Watch:
             raise UnsupportedModelError(
                 f"layer {call.layer} attends twice in one pass; only one KV per layer is served"
             )
-        if k.dtype != v.dtype or k.dtype not in _FORMS:
+        if k.dtype != v.dtype or k.dtype not in FORMS:
             raise UnsupportedModelError(f"layer {call.layer} computes keys in {k.dtype} and values in {v.dtype}")
         self.layers[call.layer] = SeenLayer(call, q.shape[1], k.clone(), v.shape[-1])
         return q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
 
     def mask(self, request: Mapping[str, Any]) -> None:
         """Raises UnsupportedModelError unless the mask is causal, with or without a sliding window."""
-        window = request.get("local_size")
-        positions = torch.arange(request["q_length"])
-        query, key, zero = positions[:, None], positions[None, :], torch.zeros((), dtype=torch.long)
-        wanted = request["mask_function"](zero, zero, query, key)
-        causal = (key <= query) & (key > query - (window or _PROBE_TOKENS))
-        if not torch.equal(wanted.expand_as(causal), causal):
-            raise UnsupportedModelError(
-                "the model asks for a mask that is not causal (with or without a sliding window)"
-            )
-        self.mask_windows.add(window)
+        self.mask_windows.add(causal_window(request))
+
+
+def causal_window(request: Mapping[str, Any]) -> int | None:
+    """The sliding window of the mask that a model asks for, judged by its first rows; None: all before are seen.
+
+    Raises: UnsupportedModelError where the mask is not causal.
+    """
+    window: int | None = request.get("local_size")
+    positions = torch.arange(min(request["q_length"], _PROBE_TOKENS))
+    query, key, zero = positions[:, None], positions[None, :], torch.zeros((), dtype=torch.long)
+    wanted = request["mask_function"](zero, zero, query, key)
+    causal = (key <= query) & (key > query - (window or _PROBE_TOKENS))
+    if not torch.equal(wanted.expand_as(causal), causal):
+        raise UnsupportedModelError("the model asks for a mask that is not causal (with or without a sliding window)")
+    return window
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -77,9 +87,14 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return config.get_text_config(decoder=True)
 
 
-def can_choose_logits(model: PreTrainedModel) -> bool:
-    """Whether the model can be asked for the logits of some rows only."""
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
+def _layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """The config of every layer where they differ (transformers then names no common value), else one for all."""
+    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
+
+
+def _reuses_kv(config: PreTrainedConfig) -> bool:
+    modes = getattr(config, "kv_sharing_modes", None) or ()  # per layer: None, store, or some way to reuse
+    return any("reuse" in (mode or "") for mode in modes)
 
 
 def refuse_unservable(config: PreTrainedConfig) -> None:
@@ -87,19 +102,24 @@ def refuse_unservable(config: PreTrainedConfig) -> None:
     decoder, name = text_config(config), config.model_type
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; only decoder-only models are served")
-    if getattr(decoder, "kv_lora_rank", None) is not None:
+    if any(getattr(layer, "kv_lora_rank", None) is not None for layer in _layer_configs(decoder)):
         raise UnsupportedModelError(
             f"{name} uses latent attention (MLA, kv_lora_rank); its cache is not made of K and V"
         )
-    if getattr(decoder, "is_causal", True) is False or getattr(decoder, "use_bidirectional_attention", None):
+    # "vision": in both directions among the tokens of one image; what is served here is text.
+    if getattr(decoder, "is_causal", True) is False or getattr(decoder, "use_bidirectional_attention", None) in _BOTH:
         raise UnsupportedModelError(f"{name} attends in both directions; only causal models can be cached")
-    if getattr(decoder, "num_kv_shared_layers", None) or getattr(decoder, "kv_sharing_modes", None):
+    if getattr(decoder, "num_kv_shared_layers", None) or _reuses_kv(decoder):
         raise UnsupportedModelError(f"{name} shares keys and values between layers, which is not served")
-    kinds = set(getattr(decoder, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds or (getattr(decoder, "layer_types", None) is None and getattr(decoder, "attention_chunk_size", None)):
-        found = ", ".join(sorted(kinds)) or "chunked attention"
+    kinds = set(getattr(decoder, "layer_types", None) or ()) - _LAYER_KINDS
+    if recurrent := sorted(kinds & _RECURRENT_KINDS):
         raise UnsupportedModelError(
-            f"{name} has layers of kind {found}; full_attention and sliding_attention are served (no recurrent state)"
+            f"{name} has layers with a recurrent state ({', '.join(recurrent)}), which a KV cache cannot hold"
+        )
+    if kinds or (getattr(decoder, "layer_types", None) is None and getattr(decoder, "attention_chunk_size", None)):
+        found = ", ".join(sorted(kinds)) or "chunked_attention"
+        raise UnsupportedModelError(
+            f"{name} has layers of kind {found}; {' and '.join(sorted(_LAYER_KINDS))} are served"
         )
 
 
@@ -107,12 +127,11 @@ def observe(model: PreTrainedModel) -> ModelGeometry:
     """The geometry of `model`, whose attention must already be the registered one. Raises UnsupportedModelError."""
     config = text_config(model.config)
     watch = _Watch()
-    token = _visible_token(model)
-    ids = torch.full((1, _PROBE_TOKENS), token, dtype=torch.long)
-    with torch.inference_mode(), receiving(watch):
-        few = {"logits_to_keep": 1} if can_choose_logits(model) else {}
-        model(input_ids=ids, position_ids=torch.arange(_PROBE_TOKENS)[None], use_cache=False, **few)
-    missing = sorted(set(range(config.num_hidden_layers)) ^ set(watch.layers))
+    token = torch.tensor(_visible_token(model))
+    pass_row(model, token.expand(_PROBE_TOKENS), torch.arange(_PROBE_TOKENS), watch, num_logits=1)
+    # Layers that read an image are passed over where there is none: text is served.
+    expected = set(range(config.num_hidden_layers)) - set(getattr(config, "cross_attention_layers", None) or ())
+    missing = sorted(expected ^ set(watch.layers))
     if missing:
         raise UnsupportedModelError(
             f"{config.model_type}: layers {missing} hold no attention that can be replaced "
@@ -120,10 +139,12 @@ def observe(model: PreTrainedModel) -> ModelGeometry:
         )
     max_positions = _max_positions(config)
     ropes, refused = _ropes(model, watch)
-    forms = {_FORMS[seen.k.dtype] for seen in watch.layers.values()}
+    forms = {FORMS[seen.k.dtype] for seen in watch.layers.values()}
     if len(forms) > 1:
         raise UnsupportedModelError(f"{config.model_type} computes its layers in different types: {sorted(forms)}")
-    return _grouped(_windows(config, watch), watch, ropes, refused, (forms.pop(), max_positions))
+    geometry = _grouped(_windows(config, watch), watch, ropes, refused, (forms.pop(), max_positions))
+    refuse_dependent_rows(model, max_positions)
+    return geometry
 
 
 def _grouped(
@@ -160,17 +181,20 @@ def _grouped(
 
 def _windows(config: PreTrainedConfig, watch: _Watch) -> dict[int, int | None]:
     """Window of every layer; what the config says, what the layer says and the masks it asks for must agree."""
-    window = getattr(config, "sliding_window", None)
+    configs = _layer_configs(config)
     kinds = getattr(config, "layer_types", None)
     windows: dict[int, int | None] = {}
     for layer, seen in watch.layers.items():
+        window: int | None = getattr(configs[layer % len(configs)], "sliding_window", None)
         sliding = window is not None and (kinds is None or kinds[layer] == "sliding_attention")
         windows[layer] = window if sliding else None
         if seen.call.window_given and seen.call.window != windows[layer]:
             raise UnsupportedModelError(
                 f"layer {layer} says its window is {seen.call.window}, the config says {windows[layer]}"
             )
-        if watch.mask_windows and windows[layer] not in watch.mask_windows:
+        if windows[layer] not in watch.mask_windows and (
+            watch.mask_windows or (sliding and not seen.call.window_given)
+        ):
             raise UnsupportedModelError(
                 f"layer {layer} has window {windows[layer]}, but the model asks for masks {watch.mask_windows} only"
             )
