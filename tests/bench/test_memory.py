@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ktransformer2.bench import memory
 from ktransformer2.bench.memory import thinned
 from ktransformer2.bench.outcome import BenchOptions
 from ktransformer2.bench.replay import STEP_S, TraceReplay
@@ -14,6 +15,7 @@ from ktransformer2.bench.run import EXIT_BROKEN_TARGET, main
 from ktransformer2.bench.targets import targets_of
 from ktransformer2.bench.traces import TraceRequest
 from ktransformer2.config import CacheConfig
+from ktransformer2.errors import ConfigError
 
 TOKEN_INT8 = 11_520 + 2 * 30 * 3 * 2  # codes, and an fp16 scale for K and V of every layer and head
 TOKEN_BF16 = 23_040
@@ -68,3 +70,16 @@ def test_a_quick_run_measures_every_key_that_needs_no_model(tmp_path: Path) -> N
     ]
     assert code == (EXIT_BROKEN_TARGET if missed else 0)
     assert missed == []
+
+
+def test_a_part_alone_says_what_it_says_among_all() -> None:
+    outcome = memory.run(BenchOptions(quick=True, parts=("million",)))
+    assert set(outcome.summary) == {"saved_vs_static_1m"}
+    assert [row["part"] for row in outcome.rows] == ["one sequence"]
+
+
+def test_a_part_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"bench memory has no part 'trace'; it has: traces, million"):
+        main("memory", options=BenchOptions(parts=("trace",)))
+    with pytest.raises(ConfigError, match=r"bench decode has no part 'x'; it has: one only"):
+        main("decode", options=BenchOptions(parts=("x",)))

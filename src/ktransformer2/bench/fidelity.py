@@ -24,6 +24,7 @@ from ktransformer2.bench.subject import load_subject
 from ktransformer2.models.loading import LoadedModel
 
 NUM_NEW = 32
+PARTS = ("greedy", "int8")
 FP32_MARGIN = 1e-3
 _FULL_PROMPTS, _QUICK_PROMPTS = 200, 20
 _FULL_TOKENS, _QUICK_TOKENS = 4000, 1000
@@ -165,12 +166,13 @@ def run(options: BenchOptions) -> Outcome:
     for dtype in (options.dtype,) if options.dtype else ("fp32", "bf16"):
         loaded = load_subject(options, dtype)
         source = loaded.source
-        prompts = draw_prompts(drawing, loaded.tokenizer.encode)
-        one = BenchOptions(options.quick, options.seed, dtype, model=options.model)
-        comparison = compare(loaded, prompts, _Judge(options, dtype, loaded), one)
-        rows += _rows(comparison)
-        summary |= _summary(comparison, len(prompts))
-        if dtype == "fp32":
+        if options.wants("greedy"):
+            prompts = draw_prompts(drawing, loaded.tokenizer.encode)
+            one = BenchOptions(options.quick, options.seed, dtype, model=options.model)
+            comparison = compare(loaded, prompts, _Judge(options, dtype, loaded), one)
+            rows += _rows(comparison)
+            summary |= _summary(comparison, len(prompts))
+        if dtype == "fp32" and options.wants("int8"):
             more_rows, more = _int8(loaded, _QUICK_WINDOWS if options.quick else _FULL_WINDOWS)
             rows += more_rows
             summary |= more

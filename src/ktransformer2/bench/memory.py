@@ -7,7 +7,7 @@ peak (`footprint`), decode steps while memory grows (`step_times`), requests a m
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ktransformer2.bench import footprint, step_times, throughput
 from ktransformer2.bench.corpus import trace_path
@@ -35,27 +35,33 @@ _LONG_STATIC_TOKENS = 131_072
 _MILLION = 2**20
 _PEAK_BYTES, _QUICK_PEAK_BYTES = 10**9, 10**8
 _MODEL_PEAK_TOKENS = 4096
+PARTS = ("traces", "million", "footprint", "steps", "throughput")
 Row = dict[str, object]
 
 
 def run(options: BenchOptions) -> Outcome:
-    """All parts; a quick run leaves out those that need a model."""
-    replays = {name: _replayed(name, options) for name in _TRACES}
-    rows = [_replay_row(name, figures) for name, figures in replays.items()]
-    summary = _replay_summary(list(replays.values()))
-    million, million_row = _million(_MILLION // 16 if options.quick else _MILLION)
-    empty = footprint.measure(str(_QUICK_PEAK_BYTES if options.quick else _PEAK_BYTES))
-    rows += [million_row, _footprint_row("without a model", empty)]
-    summary |= {
-        "saved_vs_static_1m": million,
-        "arena_resident_after_bytes": float(empty.resident_after),
-        "rss_growth_after_bytes": float(empty.rss_growth_after),
-    }
+    """All parts, or those asked for; a quick run leaves out what needs a model."""
+    rows: list[Row] = []
+    summary: dict[str, float] = {}
     dtype = options.dtype or "bf16"
-    if not options.quick:
-        more_rows, more = _with_model(options, dtype)
-        rows += more_rows
-        summary |= more
+    parts: list[tuple[str, Callable[[], tuple[list[Row], dict[str, float]]]]] = [
+        ("traces", lambda: _replays(options)),
+        ("million", lambda: _million(_MILLION // 16 if options.quick else _MILLION)),
+        ("footprint", lambda: _footprint(options, dtype)),
+    ]
+    if not options.quick and (options.wants("steps") or options.wants("throughput")):
+        from ktransformer2.bench.subject import load_subject  # transformers: seconds that other parts save
+
+        model = load_subject(options, dtype).model
+        parts += [
+            ("steps", lambda: _steps(model, 600)),
+            ("throughput", lambda: _throughput(model, options)),
+        ]
+    for name, part in parts:
+        if options.wants(name):
+            more_rows, more = part()
+            rows += more_rows
+            summary |= more
     return Outcome(rows, summary, {"dtype": dtype, "traces": {name: count for name, (count, _) in _TRACES.items()}})
 
 
@@ -66,6 +72,11 @@ def thinned(requests: Sequence[TraceRequest], count: int) -> list[TraceRequest]:
     """Every k-th request, `count` of them, closer together by k, so that lengths and load stay those of the trace."""
     step = max(len(requests) // count, 1)
     return [dataclasses.replace(r, arrival_s=r.arrival_s / step) for r in requests[::step][:count]]
+
+
+def _replays(options: BenchOptions) -> tuple[list[Row], dict[str, float]]:
+    replays = {name: _replayed(name, options) for name in _TRACES}
+    return [_replay_row(name, figures) for name, figures in replays.items()], _replay_summary(list(replays.values()))
 
 
 def _replayed(name: str, options: BenchOptions) -> ReplayFigures:
@@ -110,7 +121,7 @@ def _replay_summary(figures: Sequence[ReplayFigures]) -> dict[str, float]:
 # --- one long sequence
 
 
-def _million(num_tokens: int) -> tuple[float, Row]:
+def _million(num_tokens: int) -> tuple[list[Row], dict[str, float]]:
     """One sequence in three layers of SmolLM2's shape (their number does not change a ratio), 512 tokens a step."""
     say(f"one sequence of {num_tokens:,} tokens")
     cache = KVCache(geometry(3, 3, 64, num_tokens), CacheConfig())
@@ -126,7 +137,7 @@ def _million(num_tokens: int) -> tuple[float, Row]:
     cache.close()
     saved = 1 - held / static
     row: Row = {"part": "one sequence", "tokens": num_tokens, "held_mb": held / 1e6, "static_mb": static / 1e6}
-    return saved, row | {"saved": saved}
+    return [row | {"saved": saved}], {"saved_vs_static_1m": saved}
 
 
 # --- the process, the steps, the throughput
@@ -136,25 +147,27 @@ def _footprint_row(name: str, found: Footprint) -> Row:
     return {"part": "bytes after a peak", "process": name, **dataclasses.asdict(found)}
 
 
-def _with_model(options: BenchOptions, dtype: str) -> tuple[list[Row], dict[str, float]]:
-    from ktransformer2.bench.subject import load_subject  # transformers: seconds that a run without a model saves
+def _footprint(options: BenchOptions, dtype: str) -> tuple[list[Row], dict[str, float]]:
+    empty = footprint.measure(str(_QUICK_PEAK_BYTES if options.quick else _PEAK_BYTES))
+    rows = [_footprint_row("without a model", empty)]
+    if not options.quick:
+        say("a peak with a model")
+        rows.append(
+            _footprint_row("with a model", footprint.measure(str(_MODEL_PEAK_TOKENS), options.model or "", dtype))
+        )
+    return rows, {
+        "arena_resident_after_bytes": float(empty.resident_after),
+        "rss_growth_after_bytes": float(empty.rss_growth_after),
+    }
 
-    say("a peak with a model")
-    seen = footprint.measure(str(_MODEL_PEAK_TOKENS), options.model or "", dtype)
-    model = load_subject(options, dtype).model
-    step_rows, step_ratio = _step_rows(model, 600)
-    rate_rows, rate_ratio = _throughput_rows(model, options)
-    rows = [_footprint_row("with a model", seen), *step_rows, *rate_rows]
-    return rows, {"step_p99_over_p50_vs_control": step_ratio, "throughput_vs_static_same_bytes": rate_ratio}
 
-
-def _step_rows(model: CausalModel, num_steps: int) -> tuple[list[Row], float]:
+def _steps(model: CausalModel, num_steps: int) -> tuple[list[Row], dict[str, float]]:
     say(f"{num_steps} decode steps while memory grows, beside a control")
     living, control = step_times.compare(model, num_steps)
     assert living.growth_events, "nothing grew"
     assert living.moved_bytes, "nothing was moved"
     rows = [_steps_row(name, times) for name, times in (("growing", living), ("control", control))]
-    return rows, living.p99_over_p50 / control.p99_over_p50
+    return rows, {"step_p99_over_p50_vs_control": living.p99_over_p50 / control.p99_over_p50}
 
 
 def _steps_row(name: str, times: StepTimes) -> Row:
@@ -169,12 +182,12 @@ def _steps_row(name: str, times: StepTimes) -> Row:
     }
 
 
-def _throughput_rows(model: CausalModel, options: BenchOptions) -> tuple[list[Row], float]:
+def _throughput(model: CausalModel, options: BenchOptions) -> tuple[list[Row], dict[str, float]]:
     requests = throughput.drawn(read_trace(trace_path("azure_2023_conv")), options.num_prompts or 100, options.seed)
     say(f"{len(requests)} requests through a paged and a static cache")
     paged, static = throughput.compare(model, requests, options.seed)
     rows = [_rate_row(found) for found in (paged, static)]
-    return rows, paged.requests_per_minute / static.requests_per_minute
+    return rows, {"throughput_vs_static_same_bytes": paged.requests_per_minute / static.requests_per_minute}
 
 
 def _rate_row(found: Throughput) -> Row:

@@ -18,6 +18,7 @@ class BenchOptions:
     """How a scenario is run. `dtype`, `num_prompts` and `max_tokens` left at None mean what the targets were set for.
 
     Units: `max_tokens` bounds the length of a drawn prompt. `model` is what `load_model` takes; None: the pinned model.
+    `parts` of the scenario, by name; none: all. A part that is run in full counts as much as in a run of all.
     """
 
     quick: bool = False
@@ -26,6 +27,7 @@ class BenchOptions:
     num_prompts: int | None = None
     max_tokens: int | None = None
     model: str | None = None
+    parts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES:
@@ -34,6 +36,10 @@ class BenchOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} is not allowed; allowed: 1 or more")
+
+    def wants(self, part: str) -> bool:
+        """Whether this part of the scenario is run."""
+        return not self.parts or part in self.parts
 
     @property
     def is_full(self) -> bool:

@@ -20,7 +20,12 @@ EXIT_BROKEN_TARGET = 5
 def _scenario(name: str, options: BenchOptions) -> Outcome:
     if name not in SCENARIOS:
         raise ConfigError(f"there is no bench {name!r}; there are: {', '.join((*SCENARIOS, 'status'))}")
-    outcome: Outcome = importlib.import_module(f"ktransformer2.bench.{name}").run(options)
+    scenario = importlib.import_module(f"ktransformer2.bench.{name}")
+    parts: tuple[str, ...] = getattr(scenario, "PARTS", ())
+    for part in options.parts:
+        if part not in parts:
+            raise ConfigError(f"bench {name} has no part {part!r}; it has: {', '.join(parts) or 'one only'}")
+    outcome: Outcome = scenario.run(options)
     unknown = set(outcome.summary) - set(targets_of(name))
     assert not unknown, f"summary keys without a target: {sorted(unknown)}"
     return outcome

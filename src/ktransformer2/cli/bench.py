@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ktransformer2.cli.guard import check_place, reported
+from ktransformer2.cli.files import check_place
+from ktransformer2.cli.guard import reported
 
 
 class Bench(StrEnum):
@@ -36,13 +37,27 @@ def bench(
     prompts: Annotated[int | None, typer.Option(help="How many prompts.", min=1)] = None,
     max_tokens: Annotated[int | None, typer.Option(help="The longest prompt.", min=1)] = None,
     model: Annotated[str | None, typer.Option(help="Another model than the pinned one.")] = None,
+    part: Annotated[
+        list[str] | None, typer.Option(help="Only this part of memory or fidelity; may be given again.")
+    ] = None,
 ) -> None:
-    """Measure what is promised, each figure against a named rival on this machine."""
+    """Measure what is promised.
+
+    Each figure stands against a named rival on this machine.
+    """
     if json_path is not None and name is not Bench.status:  # the status reads it
         check_place(json_path, "--json")
     from ktransformer2.bench.outcome import BenchOptions
     from ktransformer2.bench.run import main as run_bench
 
     seeded = {} if seed is None else {"seed": seed}
-    options = BenchOptions(quick=quick, dtype=dtype, num_prompts=prompts, max_tokens=max_tokens, model=model, **seeded)
+    options = BenchOptions(
+        quick=quick,
+        dtype=dtype,
+        num_prompts=prompts,
+        max_tokens=max_tokens,
+        model=model,
+        parts=tuple(part or ()),
+        **seeded,
+    )
     raise typer.Exit(run_bench(name.value, quick=quick, json_path=json_path, check=check, options=options))
