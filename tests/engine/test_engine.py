@@ -6,11 +6,14 @@ import multiprocessing
 import re
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from ktransformer2.config import format_bytes
+from ktransformer2.config import EngineConfig, format_bytes
+from ktransformer2.engine.admission import Admission
+from ktransformer2.engine.detokenizer import Vocabulary
 from ktransformer2.engine.engine import Engine
 from ktransformer2.engine.outputs import RequestOutput, StreamChunk
 from ktransformer2.engine.sampling import SamplingParams
@@ -318,6 +321,18 @@ def test_an_over_long_prompt_is_refused_in_numbers() -> None:
     )
     bench.engine.add(prompt(90), SamplingParams(max_new_tokens=10, ignore_eos=True), request_id="a")
     assert len(finish(bench)["a"].token_ids) == 10
+    bench.close()
+
+
+def test_a_maximum_that_comes_from_the_rotation_says_so() -> None:
+    bench = Bench()
+    longrope = "longrope: its frequencies switch with the length of the text"
+    bench.model.geometry = replace(bench.model.geometry, max_positions=100, shift_refused=longrope)
+    admission = Admission(bench.model, bench.cache, Vocabulary(), EngineConfig())
+    with pytest.raises(
+        ContextLengthError, match=rf"maximum is 100, and its positions cannot be moved \({longrope}\)\. Nothing"
+    ):
+        admission.check(prompt(90), SamplingParams(max_new_tokens=11))
     bench.close()
 
 

@@ -25,6 +25,7 @@ class Admission:
     def __init__(self, model: CausalModel, cache: KVCache, vocabulary: Vocabulary, config: EngineConfig) -> None:
         self._vocab_size = model.vocab_size
         self._max_positions = model.geometry.max_positions
+        self._shift_refused = model.geometry.shift_refused
         self._cache, self._vocabulary, self._config = cache, vocabulary, config
 
     def check(self, prompt_ids: abc.Sequence[int], params: SamplingParams) -> SamplingParams:
@@ -58,9 +59,11 @@ class Admission:
             return
         longest = self._max_positions - reserve
         advice = f"the longest prompt with this reserve is {longest} tokens" if longest > 0 else "lower max_new_tokens"
+        fixed = f", and its positions cannot be moved ({self._shift_refused})" if self._shift_refused else ""
         raise ContextLengthError(
             f"a prompt of {prompt} tokens and a reserve of {reserve} for the answer (max_new_tokens) are "
-            f"{prompt + reserve} tokens; the model's maximum is {self._max_positions}. Nothing was truncated: {advice}"
+            f"{prompt + reserve} tokens; the model's maximum is {self._max_positions}{fixed}. "
+            f"Nothing was truncated: {advice}"
         )
 
     def _check_memory(self, prompt: int, reserve: int) -> None:
