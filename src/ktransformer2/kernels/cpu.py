@@ -16,11 +16,10 @@ import torch
 from ktransformer2 import _native
 from ktransformer2.errors import ConfigError
 from ktransformer2.kernels.batch import BATCH_DTYPES, AttentionParams, KVBatch
-from ktransformer2.layout import Form
+from ktransformer2.kernels.pages import FORMS
 
 VERSION = _native.version
 
-_FORMS = {torch.float32: int(Form.FP32), torch.bfloat16: int(Form.BF16), torch.float16: int(Form.FP16)}
 _targets = tuple(_native.isa_names())
 _target = _targets[0]
 _batches: dict[int, tuple[weakref.ref[KVBatch], _native.Batch]] = {}  # by id; gone with the batch
@@ -29,11 +28,6 @@ _batches: dict[int, tuple[weakref.ref[KVBatch], _native.Batch]] = {}  # by id; g
 def available_targets() -> tuple[str, ...]:
     """The instruction sets this processor can run, best first: of `avx512`, `avx2`, `portable`."""
     return _targets
-
-
-def selected_target() -> str:
-    """The instruction set that the next call uses."""
-    return _target
 
 
 def select_target(name: str) -> None:
@@ -46,7 +40,7 @@ def select_target(name: str) -> None:
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, batch: KVBatch, column: int) -> None:
     """See `attention.store_kv`."""
-    _native.store_kv(_native_batch(batch), column, _rows(k), _rows(v), _FORMS[k.dtype], torch.get_num_threads())
+    _native.store_kv(_native_batch(batch), column, _rows(k), _rows(v), FORMS[k.dtype], torch.get_num_threads())
 
 
 def seal(k: torch.Tensor, v: torch.Tensor, batch: KVBatch, column: int) -> None:
@@ -54,7 +48,7 @@ def seal(k: torch.Tensor, v: torch.Tensor, batch: KVBatch, column: int) -> None:
     if batch.seals.shape[0] == 0:
         return
     threads = torch.get_num_threads()
-    _native.seal(_target, _native_batch(batch), column, _rows(k), _rows(v), _FORMS[k.dtype], threads)
+    _native.seal(_target, _native_batch(batch), column, _rows(k), _rows(v), FORMS[k.dtype], threads)
 
 
 def paged_attention(
@@ -69,7 +63,7 @@ def paged_attention(
         column,
         (_rows(k), _rows(v)),
         (_rows(q), _rows(out)),
-        (_FORMS[q.dtype], q.shape[1], torch.get_num_threads()),
+        (FORMS[q.dtype], q.shape[1], torch.get_num_threads()),
         (params.scale, params.window or 0, params.softcap or 0.0, 0 if sinks is None else sinks.data_ptr()),
         params.rope,
     )
