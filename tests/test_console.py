@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 from rich.console import Console
 
-from ktransformer2.console import Phases, PrefillBar, closing_line, follow, format_seconds
+from ktransformer2.console import Interrupt, Phases, PrefillBar, closing_line, follow, format_seconds
 from ktransformer2.engine.outputs import Completion, RequestOutput, StreamChunk, Usage
 
 
@@ -114,3 +116,46 @@ def test_follow_closes_the_bar_when_the_engine_raises() -> None:
     with pytest.raises(RuntimeError, match="broken"):
         follow(chunks(), lambda _: None, console)
     assert console._live_stack == []  # nothing is drawn any more
+
+
+def _cancelled(text: str) -> RequestOutput:
+    return RequestOutput("r", (Completion(0, text, (1,), None, "cancelled"),), Usage(3, 0, 1, 0.1))
+
+
+def test_the_first_ctrl_c_ends_the_request_and_keeps_what_there_is() -> None:
+    asked: list[str] = []
+
+    def chunks() -> Iterator[StreamChunk]:
+        yield StreamChunk("r", text="a", token_ids=(1,))
+        os.kill(os.getpid(), signal.SIGINT)
+        yield StreamChunk("r", text="b", token_ids=(2,))
+        raise AssertionError("nobody reads on")
+
+    def cancel(request_id: str) -> RequestOutput:
+        asked.append(request_id)
+        return _cancelled("ab<held back")
+
+    before, written = signal.getsignal(signal.SIGINT), list[str]()
+    with Interrupt(cancel) as interrupt:
+        output = follow(chunks(), written.append, plain_console(), interrupt)
+    assert asked == ["r"]
+    assert output.finish_reason == "cancelled"
+    assert "".join(written) == output.text == "ab<held back"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_ctrl_c_that_comes_with_the_last_chunk_changes_nothing() -> None:
+    def chunks() -> Iterator[StreamChunk]:
+        os.kill(os.getpid(), signal.SIGINT)
+        yield StreamChunk("r", text="ab", token_ids=(1, 2), output=_output())
+
+    with Interrupt(lambda _: pytest.fail("there is nothing to cancel")) as interrupt:
+        assert follow(chunks(), lambda _: None, plain_console(), interrupt) == _output()
+
+
+def test_a_second_ctrl_c_leaves_at_once() -> None:
+    with Interrupt(lambda _: None) as interrupt:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupt.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)

@@ -6,9 +6,12 @@ only what an engine gives out. On a terminal the bar is redrawn in place; elsewh
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -122,13 +125,45 @@ class PrefillBar:
         self._progress.update(self._task, completed=done, text=text)
 
 
-def follow(chunks: Iterable[StreamChunk], write: Callable[[str], None], console: Console) -> RequestOutput:
+class Interrupt:
+    """Ctrl-C while an answer is made: the first one asks to stop, a second one leaves at once.
+
+    Side effect inside the `with`: the first SIGINT raises nothing, so that no step is cut in its middle and everything
+    that was computed stays in the cache. Only for the main thread, as signals are.
+    """
+
+    def __init__(self, cancel: Callable[[str], RequestOutput | None]) -> None:
+        """`cancel` ends a request by its id and says what it has so far: `Engine.cancel`."""
+        self.cancel = cancel
+        self.requested = False
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+def follow(
+    chunks: Iterable[StreamChunk],
+    write: Callable[[str], None],
+    console: Console,
+    interrupt: Interrupt | None = None,
+) -> RequestOutput:
     """Show a stream until it ends: the prefill bar on `console`, text through `write`. Returns the finished request.
 
+    An `interrupt` that asks to stop ends the request between two steps; its output is "cancelled", with what there is.
     Raises what the engine raises; KeyboardInterrupt passes too. The bar is closed in any case.
     """
     bar = PrefillBar(console)
     output: RequestOutput | None = None
+    num_written = 0
     try:
         for chunk in chunks:
             if chunk.prefill is not None:
@@ -137,8 +172,14 @@ def follow(chunks: Iterable[StreamChunk], write: Callable[[str], None], console:
                 bar.finish()
             if chunk.text:
                 write(chunk.text)
+                num_written += len(chunk.text)
             output = chunk.output or output
+            if interrupt is not None and interrupt.requested and output is None:
+                output = interrupt.cancel(chunk.request_id)
+                break
     finally:
         bar.close()
     assert output is not None, "a stream ended without an output"
+    if held_back := output.text[num_written:]:  # the beginning of a stop string that did not come
+        write(held_back)
     return output

@@ -1,11 +1,10 @@
-"""The command line as a person meets it: what goes where, which exit code, and no traceback."""
+"""run, demo and bench as a person meets them: what goes where, which exit code, and no traceback."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
-import resource
 import shlex
 import signal
 import subprocess
@@ -17,51 +16,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from ktransformer2 import __version__, cli
+from ktransformer2 import cli
 from ktransformer2.cli import guard
 from ktransformer2.cli.run import prompt_text
-
-CLI = [sys.executable, "-m", "ktransformer2.cli"]
-
-
-def invoke(*arguments: str | Path, stdin: str = "") -> Any:
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], input=stdin)
-
-
-def failed(result: Any, code: int) -> str:
-    """The message of a command that failed as it should: one on stderr, nothing on stdout, no exception."""
-    assert result.exit_code == code, result.stderr
-    assert result.stdout == ""
-    assert isinstance(result.exception, SystemExit), result.exception
-    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, result.stderr
-    return str(lines[0])
-
-
-def test_help_imports_no_torch() -> None:
-    script = (
-        "import sys\nfrom ktransformer2.cli import main\nsys.argv = ['ktransformer', 'run', '--help']\n"
-        "try:\n    main()\nexcept SystemExit as stop:\n    assert stop.code == 0\n"
-        "print(sorted({'torch', 'transformers', 'numpy', 'rich.console'} & set(sys.modules)), file=sys.stderr)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert "--max-new-tokens" in done.stdout
-    assert done.stderr.strip() == "[]"
-
-
-def test_help_costs_less_than_300_ms() -> None:
-    def cpu_seconds() -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([*CLI, "--help"], stdout=subprocess.DEVNULL, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    # The processor's time, and the best of three: what else the machine does is not what is tested.
-    assert min(cpu_seconds() for _ in range(3)) < 0.3
-
-
-def test_version() -> None:
-    assert invoke("--version").stdout == f"ktransformer2 {__version__}\n"
+from tests.cli.invoking import CLI, failed, invoke
 
 
 def test_run_writes_the_answer_to_stdout_and_its_cost_to_stderr(tiny_model_folder: Path) -> None:
@@ -166,14 +124,16 @@ def test_settings_that_are_wrong_are_usage_errors(tiny_model_folder: Path) -> No
     assert "'lots' is not understood" in failed(
         invoke("run", tiny_model_folder, "-p", "x", "--memory", "lots"), guard.EXIT_USAGE
     )
-    for arguments in (("--kv", "int4"), ("--max-new-tokens", "0"), ("--temperature", "-1"), ("--no-such-flag",)):
+    message = failed(invoke("run", tiny_model_folder, "-p", "x", "--max-new-tokens", "0"), guard.EXIT_USAGE)
+    assert message == "error: --max-new-tokens: max_new_tokens=0 is not allowed; allowed: 1 or more"
+    for arguments in (("--kv", "int4"), ("--top-p", "2"), ("--temperature", "-1"), ("--no-such-flag",)):
         result = invoke("run", tiny_model_folder, "-p", "x", *arguments)
         assert result.exit_code == guard.EXIT_USAGE
         assert "Usage:" in result.stderr
 
 
 def test_ctrl_c_is_130_without_a_traceback(tiny_model_folder: Path) -> None:
-    command = [*CLI, "run", str(tiny_model_folder), "-p", "x", "--memory", "256MB", "--max-new-tokens", "100000"]
+    command = [*CLI, "run", str(tiny_model_folder), "-p", "xxx", "--memory", "256MB", "--max-new-tokens", "100k"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert os.read(process.stdout.fileno(), 1)  # the answer has begun
@@ -181,7 +141,9 @@ def test_ctrl_c_is_130_without_a_traceback(tiny_model_folder: Path) -> None:
         _, errors = process.communicate(timeout=60)
     assert process.returncode == guard.EXIT_INTERRUPTED
     assert b"Traceback" not in errors
-    assert errors.rstrip().endswith(b"error: interrupted")
+    closing, last = errors.rstrip().splitlines()[-2:]
+    assert closing.startswith(b"25 tokens in (0 cached) | ")  # what there is was printed, and what it cost
+    assert last == b"error: interrupted"
 
 
 def in_a_shell(script: str, folder: Path, **environment: str) -> tuple[int, str, str]:

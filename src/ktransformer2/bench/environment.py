@@ -25,7 +25,7 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _cpuinfo(path: Path = Path("/proc/cpuinfo")) -> tuple[str, list[str]]:
+def cpuinfo(path: Path = Path("/proc/cpuinfo")) -> tuple[str, list[str]]:
     """(processor name, those of its flags that matter to a kernel). Only Linux says more than a name."""
     if not path.exists():
         return platform.processor() or platform.machine(), []
@@ -52,7 +52,7 @@ def _commit() -> str:
 
 def describe(cache: CacheConfig | None = None, engine: EngineConfig | None = None) -> dict[str, object]:
     """Everything needed to read a figure again later. Defaults stand for the shipped ones."""
-    name, flags = _cpuinfo()
+    name, flags = cpuinfo()
     return {
         "versions": {"python": platform.python_version(), **{package: _version(package) for package in _PACKAGES}},
         "commit": _commit(),

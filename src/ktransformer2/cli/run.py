@@ -10,53 +10,90 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ktransformer2.cli.guard import EXIT_FAILED, EXIT_USAGE, fail, reported, write
-from ktransformer2.cli.options import JsonFlag, Kv, KvOption, MemoryOption, ModelArgument, say_kernels
+from ktransformer2.cli.guard import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, fail, reported, write
+from ktransformer2.cli.options import (
+    DtypeOption,
+    JsonFlag,
+    KvOption,
+    MemoryOption,
+    MinPOption,
+    ModelArgument,
+    NewTokensOption,
+    RepetitionOption,
+    SeedOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    named_model,
+    say_kernels,
+)
 
 if TYPE_CHECKING:
-    from ktransformer2.engine.llm import LLM
     from ktransformer2.engine.outputs import RequestOutput
+    from ktransformer2.engine.snapshot import Snapshot
 
 
 @reported
 def run(
-    model: ModelArgument,
+    model: ModelArgument = None,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="What to ask; else it is read from stdin.")
     ] = None,
     file: Annotated[
         Path | None, typer.Option("--file", "-f", help="A text to read before the prompt.", exists=True, dir_okay=False)
     ] = None,
-    memory: MemoryOption = "auto",
-    kv: KvOption = Kv.auto,
-    max_new_tokens: Annotated[int, typer.Option(help="The answer's longest length.", min=1)] = 256,
-    temperature: Annotated[float, typer.Option(help="0: always the most likely token.", min=0.0)] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same answer.", min=0)] = None,
+    memory: MemoryOption = None,
+    kv: KvOption = None,
+    dtype: DtypeOption = None,
+    max_new_tokens: NewTokensOption = None,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    repetition_penalty: RepetitionOption = 1.0,
+    seed: SeedOption = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text; do not use the model's chat format.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Answer one prompt."""
+    from ktransformer2 import settings
+
+    chosen = settings.resolve(
+        {"model": model, "memory": memory, "kv": kv and kv.value, "dtype": dtype, "max_new_tokens": max_new_tokens}
+    )
+    name = named_model(chosen)
     text = prompt_text(prompt, file)
-    from ktransformer2.console import Phases, closing_line, follow, stderr_console
+    from ktransformer2.console import Interrupt, Phases, closing_line, follow, stderr_console
 
     console = stderr_console()
     phases = Phases(console)
     with phases.phase("libraries"):
         from ktransformer2.engine.llm import LLM
         from ktransformer2.engine.sampling import SamplingParams
-    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+        from ktransformer2.engine.snapshot import Snapshot
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
     kernels = say_kernels(console)
     with phases.phase("weights"):
-        llm = LLM(model, kv=kv.value, memory=memory)
+        llm = LLM(name, **chosen.llm_options)
     with llm:
         phases.ready()
         chat = bool(llm.tokenizer.chat_template) and not raw
         chunks = llm.stream_chat([{"role": "user", "content": text}], params) if chat else llm.stream(text, params)
-        output = follow(chunks, (lambda _: None) if as_json else write, console)
-        stats = llm.cache.stats()
-        kv_bytes = stats.peak_bytes
-    write(json.dumps(_run_json(output, kv_bytes, kernels, llm), ensure_ascii=False) + "\n" if as_json else "\n")
-    console.print(closing_line(output.usage, kv_bytes), style="bold")
+        with Interrupt(llm.engine.cancel) as interrupt:
+            output = follow(chunks, (lambda _: None) if as_json else write, console, interrupt)
+        snapshot = Snapshot(llm.cache.stats(), llm.stats())
+    about = {"kernels": kernels, "model": str(llm.source)}
+    write(json.dumps(_run_json(output, snapshot) | about, ensure_ascii=False) + "\n" if as_json else "\n")
+    console.print(closing_line(output.usage, snapshot.cache.peak_bytes), style="bold")
+    if output.finish_reason == "cancelled":
+        fail("interrupted", EXIT_INTERRUPTED)
 
 
 def prompt_text(prompt: str | None, file: Path | None) -> str:
@@ -93,7 +130,7 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
     return text
 
 
-def _run_json(output: RequestOutput, kv_bytes: int, kernels: str, llm: LLM) -> dict[str, Any]:
+def _run_json(output: RequestOutput, snapshot: Snapshot) -> dict[str, Any]:
     usage = output.usage
     return {
         "text": output.text,
@@ -102,7 +139,6 @@ def _run_json(output: RequestOutput, kv_bytes: int, kernels: str, llm: LLM) -> d
         "cached_tokens": usage.cached_tokens,
         "new_tokens": usage.new_tokens,
         "ttft_s": usage.ttft_s,
-        "kv_bytes": kv_bytes,
-        "kernels": kernels,
-        "model": str(llm.source),
+        "kv_bytes": snapshot.cache.peak_bytes,
+        "stats": snapshot.as_json(),
     }
