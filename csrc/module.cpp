@@ -115,34 +115,43 @@ void attend_call(const std::string& isa, const Batch& batch, int column, const s
 
 NB_MODULE(_native, m) {
     using namespace kt;
+    using nb::arg;
+    m.doc() =
+        "The C++ kernels, called by kernels/cpu.py. Rows are (address, token stride, head stride), strides in elements.";
     m.attr("version") = 1;  // of the arithmetic: raised when results change
 
-    nb::class_<Batch>(m, "Batch").def("__init__", [](Batch* self, const std::vector<intptr_t>& addresses,
-                                                    const std::vector<int64_t>& counts, const std::vector<int>& heads) {
-        new (self) Batch(make_batch(addresses, counts, heads));
-    });
+    nb::class_<Batch>(m, "Batch", "The addresses of one kernels.batch.KVBatch; its tensors must outlive it.")
+        .def("__init__", [](Batch* self, const std::vector<intptr_t>& addresses, const std::vector<int64_t>& counts,
+                            const std::vector<int>& heads) { new (self) Batch(make_batch(addresses, counts, heads)); },
+             arg("addresses"), arg("counts"), arg("heads"),
+             "Addresses in the order of kernels.batch.BATCH_DTYPES; counts of blocks, columns, tokens, sequences,\n"
+             "entries, seals; heads: KV heads, size of K, size of V, tokens of a block. Raises ValueError.");
     m.def("isa_names", [] {
         std::vector<std::string> names;
         for (const Kernels* kernels : runnable_kernels()) names.emplace_back(kernels->name);
         return names;
-    });
+    }, "The instruction sets that this processor runs, fastest first.");
     m.def("store_kv", [](const Batch& batch, int column, const RowsTuple& k, const RowsTuple& v, int form,
                          int num_threads) {
         const NewRows rows = new_rows(batch, column, k, v, form, num_threads);
         nb::gil_scoped_release release;
         store_kv(rows);
-    });
+    }, arg("batch"), arg("column"), arg("k"), arg("v"), arg("form"), arg("num_threads"),
+          "See kernels.attention.store_kv.");
     m.def("seal", [](const std::string& isa, const Batch& batch, int column, const RowsTuple& k, const RowsTuple& v,
                      int form, int num_threads) {
         const NewRows rows = new_rows(batch, column, k, v, form, num_threads);
         const Kernels& kernels = kernels_named(isa);
         nb::gil_scoped_release release;
         seal_blocks(kernels, rows);
-    });
-    m.def("paged_attention", &attend_call, nb::arg("isa"), nb::arg("batch"), nb::arg("column"), nb::arg("kv"),
-          nb::arg("q_out"), nb::arg("form_heads_threads"), nb::arg("params"), nb::arg("rope").none());
-    m.def("read_bandwidth", [](int64_t bytes, int num_threads, int rounds) {
+    }, arg("isa"), arg("batch"), arg("column"), arg("k"), arg("v"), arg("form"), arg("num_threads"),
+          "See kernels.attention.seal.");
+    m.def("paged_attention", &attend_call, arg("isa"), arg("batch"), arg("column"), arg("kv"), arg("q_out"),
+          arg("form_heads_threads"), arg("params"), arg("rope").none(),
+          "See kernels.attention.paged_attention. `params`: scale, window, softcap, address of the sinks, where 0 means\n"
+          "none of the last three; `rope`: a layout.RopeSpec.");
+    m.def("read_bandwidth", [](int64_t num_bytes, int num_threads, int rounds) {
         nb::gil_scoped_release release;
-        return read_bandwidth(bytes, num_threads, rounds);
-    });
+        return read_bandwidth(num_bytes, num_threads, rounds);
+    }, arg("num_bytes"), arg("num_threads"), arg("rounds"), "Bytes per second, the median of `rounds` passes.");
 }

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import subprocess
 import sys
+import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -48,6 +52,58 @@ def test_the_demo_contract_ships_inside_the_package() -> None:
     data = Path(ktransformer2.__file__).parent / "data"
     assert "CC BY 4.0" in (data / "README.md").read_text(encoding="utf-8")
     assert 30_000 < (data / "contract.txt").stat().st_size < 300_000
+
+
+@pytest.fixture(scope="module")
+def built(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The file names of a wheel (without the extension, so that it takes a second) and of a source archive."""
+    folder = tmp_path_factory.mktemp("dist")
+    build = "from scikit_build_core import build; build.build_wheel({0!r}); build.build_sdist({0!r})"
+    command = [sys.executable, "-c", build.format(str(folder))]
+    without = {**os.environ, "KTRANSFORMER_NO_NATIVE": "1"}
+    subprocess.run(command, cwd=repository, env=without, capture_output=True, text=True, check=True)
+    (wheel,), (archive,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        return {"wheel": zipfile.ZipFile(wheel).namelist(), "sdist": tar.getnames()}
+
+
+def test_the_wheel_holds_the_package_its_types_and_its_licences(repository: Path, built: dict[str, list[str]]) -> None:
+    metadata = f"ktransformer2-{ktransformer2.__version__}.dist-info"
+    package = {name for name in built["wheel"] if not name.startswith(metadata)}
+    source = repository / "src"
+    kinds = (".py", ".pyi", ".typed", ".md", ".txt")
+    files = (path for path in (source / "ktransformer2").rglob("*") if path.suffix in kinds)
+    assert package == {path.relative_to(source).as_posix() for path in files}
+    assert {"ktransformer2/py.typed", "ktransformer2/_native.pyi", "ktransformer2/data/contract.txt"} < package
+    licences = {"LICENSE", "THIRD_PARTY.md", "src/ktransformer2/data/README.md"}
+    assert {f"{metadata}/licenses/{name}" for name in licences} < set(built["wheel"])
+
+
+def test_the_source_archive_holds_what_a_build_needs_and_no_more(repository: Path, built: dict[str, list[str]]) -> None:
+    root = f"ktransformer2-{ktransformer2.__version__}"
+    names = {name.removeprefix(f"{root}/") for name in built["sdist"]}
+    assert {f"csrc/{path.name}" for path in (repository / "csrc").iterdir()} < names
+    assert {"CMakeLists.txt", "LICENSE", "README.md", "THIRD_PARTY.md", "pyproject.toml", "PKG-INFO"} < names
+    assert {name.partition("/")[0] for name in names} & {
+        "tests",
+        "docs",
+        "benchmarks",
+        "examples",
+        "requirements",
+    } == set()
+
+
+def test_the_stub_of_the_kernels_is_the_one_that_is_generated(repository: Path, tmp_path: Path) -> None:
+    if importlib.util.find_spec("ktransformer2._native") is None:
+        pytest.skip("the extension is not built")
+    stub = "src/ktransformer2/_native.pyi"
+    command = [sys.executable, "-m", "nanobind.stubgen", "-q", "-m", "ktransformer2._native", "-o"]
+    subprocess.run(
+        [*command, str(tmp_path / "_native.pyi")], cwd=repository, capture_output=True, text=True, check=True
+    )
+    assert (tmp_path / "_native.pyi").read_text() == (repository / stub).read_text(), (
+        f"csrc/module.cpp was changed; write the stub anew: python {' '.join(command[1:])} {stub}"
+    )
 
 
 def test_repository_data_stays_small(repository: Path) -> None:

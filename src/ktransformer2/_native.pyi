@@ -1,26 +1,37 @@
-# The C++ kernels; see csrc/module.cpp. Rows are (address, token stride, head stride), strides in elements.
+"""
+The C++ kernels, called by kernels/cpu.py. Rows are (address, token stride, head stride), strides in elements.
+"""
+
 from collections.abc import Sequence
 
-from ktransformer2.layout import RopeSpec
 
-Rows = tuple[int, int, int]
-
-version: int
+version: int = 1
 
 class Batch:
-    def __init__(self, addresses: Sequence[int], counts: Sequence[int], heads: Sequence[int]) -> None: ...
+    """
+    The addresses of one kernels.batch.KVBatch; its tensors must outlive it.
+    """
 
-def isa_names() -> list[str]: ...
-def store_kv(batch: Batch, column: int, k: Rows, v: Rows, form: int, num_threads: int) -> None: ...
-def seal(isa: str, batch: Batch, column: int, k: Rows, v: Rows, form: int, num_threads: int) -> None: ...
-def paged_attention(
-    isa: str,
-    batch: Batch,
-    column: int,
-    kv: tuple[Rows, Rows],
-    q_out: tuple[Rows, Rows],
-    form_heads_threads: tuple[int, int, int],
-    params: tuple[float, int, float, int],
-    rope: RopeSpec | None,
-) -> None: ...
-def read_bandwidth(num_bytes: int, num_threads: int, rounds: int) -> float: ...
+    def __init__(self, addresses: Sequence[int], counts: Sequence[int], heads: Sequence[int]) -> None:
+        """
+        Addresses in the order of kernels.batch.BATCH_DTYPES; counts of blocks, columns, tokens, sequences,
+        entries, seals; heads: KV heads, size of K, size of V, tokens of a block. Raises ValueError.
+        """
+
+def isa_names() -> list[str]:
+    """The instruction sets that this processor runs, fastest first."""
+
+def store_kv(batch: Batch, column: int, k: tuple[int, int, int], v: tuple[int, int, int], form: int, num_threads: int) -> None:
+    """See kernels.attention.store_kv."""
+
+def seal(isa: str, batch: Batch, column: int, k: tuple[int, int, int], v: tuple[int, int, int], form: int, num_threads: int) -> None:
+    """See kernels.attention.seal."""
+
+def paged_attention(isa: str, batch: Batch, column: int, kv: tuple[tuple[int, int, int], tuple[int, int, int]], q_out: tuple[tuple[int, int, int], tuple[int, int, int]], form_heads_threads: tuple[int, int, int], params: tuple[float, int, float, int], rope: object | None) -> None:
+    """
+    See kernels.attention.paged_attention. `params`: scale, window, softcap, address of the sinks, where 0 means
+    none of the last three; `rope`: a layout.RopeSpec.
+    """
+
+def read_bandwidth(num_bytes: int, num_threads: int, rounds: int) -> float:
+    """Bytes per second, the median of `rounds` passes."""
