@@ -32,6 +32,7 @@ class Block:
     `extent` holds the rows that later blocks' queries read (0: none yet), `open_extent` the rows as computed (0: gone).
     Both are the same address when the sealed form is the full form, or when the block was closed before it was full.
     `key` is the prefix hash of a full, indexed block; `parent` the hash before it; `tokens` its tokens, 4 bytes each.
+    `published_s` and `last_used`: when it could be found first, and when its last user left; by the cache's clock.
     """
 
     __slots__ = (
@@ -43,6 +44,7 @@ class Block:
         "last_used",
         "open_extent",
         "parent",
+        "published_s",
         "references",
         "rows",
         "tokens",
@@ -59,6 +61,7 @@ class Block:
         self.key: bytes | None = None
         self.parent = b""
         self.tokens = b""
+        self.published_s = 0.0
         self.last_used = 0.0
 
     def __repr__(self) -> str:

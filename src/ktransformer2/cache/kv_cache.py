@@ -15,12 +15,16 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
 from ktransformer2.cache.block import BLOCK, RELEASED, ROWS, SHIFT, BlockTable, next_key, root_key, token_bytes
 from ktransformer2.cache.block_store import BlockStore
+from ktransformer2.cache.explain import Explanation, Lookup, explain
+from ktransformer2.cache.questions import Questions
 from ktransformer2.cache.residency import Residency
 from ktransformer2.cache.sizing import Demand, demand_bytes, longest_tokens, sealed_form
 from ktransformer2.cache.stats import CacheStats, take_stats
@@ -36,17 +40,26 @@ from ktransformer2.ownership import Owner
 
 # Blocks freed between two looks for holes: a look costs some 10 us a run, a decode step frees no block.
 _FREES_PER_LOOK = 16
+# Salts whose texts `explain` looks for, by the roots of their hash chains.
+_MOST_ROOTS = 64
+# After a snapshot that took a second no other one is published for so many: at most 0.2 % of the time is spent on them.
+_SNAPSHOT_PAUSE = 500
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """What the cache holds of a prompt: whole blocks by key, then `partial_tokens` rows of one more block."""
+    """What the cache holds of a prompt: whole blocks by key, then `partial_tokens` rows of one more block.
+
+    `seen_tokens`: its leading tokens in whole blocks that the cache held at any time, as long as is remembered.
+    """
 
     num_tokens: int
     prompt_tokens: int
     keys: tuple[bytes, ...] = ()
     partial_tokens: int = 0
     tokens: array[int] = field(default_factory=lambda: array("i"), repr=False)
+    seen_tokens: int = 0
 
 
 class KVCache:
@@ -74,6 +87,10 @@ class KVCache:
         self._defrag_due = False
         self._frees_seen = 0
         self._last_publish_s = clock()
+        self._roots: dict[bytes, None] = {}
+        self._next_snapshot_s = self._last_publish_s
+        self._questions: Questions[KVCache] = Questions()
+        self.published = self.stats()  # replaced by `maintain`, never changed; what other threads read
 
     # --- finding
 
@@ -84,19 +101,44 @@ class KVCache:
         was needed. Other side effects: none.
         """
         self._check_owner()
-        data, keys = token_bytes(token_ids[:-1]), [] if chain is None else chain
-        step, known = 4 * self.config.block_tokens, 0
-        for at in range(0, len(data) - step + 1, step):
-            if known == len(keys):
-                keys.append(next_key(keys[-1] if keys else self._root(salt), data[at : at + step]))
-            if all(index.get(keys[known]) is None for index in self._residency.indexes):
-                break  # the chain is not hashed past its first miss
-            known += 1
-        keys = keys[: self._longest_complete(keys[:known])]
-        rest = data[len(keys) * step :]
+        data, size = token_bytes(token_ids[:-1]), self.config.block_tokens
+        seen = self._seen_keys(data, salt, [] if chain is None else chain)
+        keys = seen[: self._longest_complete(seen)]
+        rest = data[4 * size * len(keys) :]
         partial = self._partial_rows(keys[-1] if keys else self._root(salt), rest)
-        num_tokens = len(keys) * self.config.block_tokens + partial
-        return PrefixMatch(num_tokens, len(token_ids), tuple(keys), partial, array("i", data[: 4 * num_tokens]))
+        num_tokens = len(keys) * size + partial
+        tokens = array("i", data[: 4 * num_tokens])
+        return PrefixMatch(num_tokens, len(token_ids), tuple(keys), partial, tokens, len(seen) * size)
+
+    def explain(self, token_ids: Sequence[int], salt: bytes = b"", chain: list[bytes] | None = None) -> Explanation:
+        """Why `match` finds no more of `token_ids` than it does. Arguments and side effects as there.
+
+        For whoever runs the cache: it looks at other salts too.
+        """
+        match = self.match(token_ids, salt, chain)
+        data, root = token_bytes(token_ids[:-1]), self._root(salt)
+        lookup = Lookup(
+            prompt_tokens=len(token_ids),
+            data=data,
+            root=root,
+            keys=self._seen_keys(data, salt, list(match.keys) if chain is None else chain),
+            complete=len(match.keys),
+            hit_tokens=match.num_tokens,
+            block_tokens=self.config.block_tokens,
+            whole_blocks=not self._token_exact,
+        )
+        return explain(self._residency, lookup, [other for other in self._roots if other != root], self._clock())
+
+    def _seen_keys(self, data: bytes, salt: bytes, chain: list[bytes]) -> list[bytes]:
+        """The hashes of the leading whole blocks that the cache held at any time. Side effect: `chain` grows."""
+        step, seen = 4 * self.config.block_tokens, 0
+        for at in range(0, len(data) - step + 1, step):
+            if seen == len(chain):
+                chain.append(next_key(chain[-1] if chain else self._root(salt), data[at : at + step]))
+            if not self._residency.was_seen(chain[seen]):
+                break  # the chain is not hashed past the first block that was never there
+            seen += 1
+        return chain[:seen]
 
     def _longest_complete(self, keys: Sequence[bytes]) -> int:
         """The most leading blocks for which every group still holds what a query behind them can see."""
@@ -133,8 +175,16 @@ class KVCache:
     def new_table(self, salt: bytes = b"", publish: bool = True) -> BlockTable:
         """An empty table. `publish=False` (embeddings, soft prompts): its blocks are never found by others."""
         self._check_owner()
-        rollback = self.config.max_rollback_tokens
-        return BlockTable(len(self._residency.stores), self._root(salt), publish, rollback)
+        root, rollback = self._root(salt), self.config.max_rollback_tokens
+        self._remember(root)
+        return BlockTable(len(self._residency.stores), root, publish, rollback)
+
+    def _remember(self, root: bytes) -> None:
+        """The newest salts, by their roots, so that `explain` can look at others."""
+        self._roots.pop(root, None)
+        self._roots[root] = None
+        if len(self._roots) > _MOST_ROOTS:
+            del self._roots[next(iter(self._roots))]
 
     def allocate(self, table: BlockTable, num_tokens: int, match: PrefixMatch | None = None) -> bool:
         """Room for `num_tokens` rows behind those the table has. False: no room, and nothing has changed.
@@ -155,6 +205,7 @@ class KVCache:
         if match is not None:
             self._residency.counters.hit_tokens += table.num_tokens
             self._residency.counters.lookup_tokens += match.prompt_tokens
+            self._residency.counters.findable_tokens += max(match.seen_tokens, table.num_tokens)
         return True
 
     def _charge(self, table: BlockTable, num_tokens: int) -> bool:
@@ -211,6 +262,7 @@ class KVCache:
         table.tokens.extend(token_ids)
         table.num_tokens += num_new
         table.pending = 0
+        self._last_publish_s = self._clock()
         for group_table in table.groups:
             group_table.sealing.clear()
         if table.publishes:
@@ -218,7 +270,6 @@ class KVCache:
         self._edits.drop_open_rows(table, num_new)
         self._edits.release_passed(table)
         self._residency.counters.computed_tokens += num_new
-        self._last_publish_s = self._clock()
 
     def _index_full_blocks(self, table: BlockTable) -> None:
         size = self.config.block_tokens
@@ -230,6 +281,7 @@ class KVCache:
             ):
                 block_id = int(group_table.entries[i, BLOCK])
                 if block_id != RELEASED and not store.block(block_id).indexed:
+                    store.block(block_id).published_s = self._last_publish_s
                     index.add(store.block(block_id), parent, tokens, full=True)
             table.keys.append(next_key(parent, tokens))
 
@@ -258,6 +310,7 @@ class KVCache:
         ):
             block = store.block(int(group_table.entries[-1, BLOCK]))
             if block.references == 1 and not block.indexed:
+                block.published_s = self._clock()
                 index.add(block, table.tail_key(), tokens, full=False)
 
     def _reset(self, table: BlockTable) -> None:
@@ -387,7 +440,10 @@ class KVCache:
     # --- between steps
 
     def maintain(self, finished_requests: int = 0) -> None:
-        """Spend a bounded budget: let idle and surplus blocks go, check for a shrink, defragment when due."""
+        """Spend a bounded budget: let idle and surplus blocks go, check for a shrink, defragment when due.
+
+        Side effects: now and then `published` is a new snapshot; one question of another thread is answered.
+        """
         self._check_owner()
         counters, config, now = self._residency.counters, self.config, self._clock()
         share = int(config.cached_share_ratio * config.memory_bytes)
@@ -405,6 +461,15 @@ class KVCache:
             self._defrag_due |= any(p.fragmentation_ratio > config.max_fragmentation_ratio for p in self._pools())
         if self._defrag_due:
             self._defrag_due = self._defragment(config.maintain_bytes) > 0
+        self._publish_figures()
+        self._questions.answer_one(self)
+
+    def _publish_figures(self) -> None:
+        """Now and then, and whenever nothing runs, so that the last snapshot before a rest has all of it."""
+        began = self._clock()
+        if began >= self._next_snapshot_s or not self._tables:
+            self.published = self.stats()
+            self._next_snapshot_s = began + _SNAPSHOT_PAUSE * (self._clock() - began)
 
     def defragment(self) -> int:
         """Compact everything now, whatever it takes; bytes moved."""
@@ -443,9 +508,19 @@ class KVCache:
     # --- figures
 
     def stats(self) -> CacheStats:
-        """One frozen snapshot of every figure."""
-        residency = self._residency
-        return take_stats(self._arena, residency.stores, residency.counters, residency.cached_bytes)
+        """One frozen snapshot of every figure, taken now. Other threads read `published`."""
+        return take_stats(self._arena, self._residency, list(self._tables), self._clock())
+
+    def published_age_s(self) -> float:
+        """How old `published` is. Any thread may ask."""
+        return self._clock() - self.published.taken_s
+
+    def ask(self, question: Callable[[KVCache], T]) -> Future[T]:
+        """From any thread: the owner calls `question` with this cache in a coming `maintain`; cancel it to withdraw.
+
+        It should read only, and not for long. Raises: QueueFullError, EngineClosedError; the future, what it raises.
+        """
+        return self._questions.add(question)
 
     def resident_bytes(self) -> int:
         """What the system counts as resident of the cache's address range."""
@@ -502,6 +577,7 @@ class KVCache:
         """Give everything back. Tables made by this cache must not be used afterwards."""
         if not self._closed:
             self._closed = True
+            self._questions.close()
             self._arena.close()
 
     def _pools(self) -> list[SlabPool]:

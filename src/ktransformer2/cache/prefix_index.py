@@ -58,6 +58,10 @@ class PrefixIndex:
         """True when no indexed block continues this one."""
         return block.key is None or block.key not in self._children
 
+    def has_child(self, parent: bytes) -> bool:
+        """Whether any block is indexed behind `parent`."""
+        return parent in self._children
+
     def longest_child(self, parent: bytes, tokens: bytes) -> tuple[Block | None, int]:
         """The child of `parent` that shares the most leading tokens with `tokens`, and how many those are."""
         best: tuple[Block | None, int] = (None, 0)

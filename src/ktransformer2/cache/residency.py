@@ -12,12 +12,16 @@ from typing import TypeVar
 
 from ktransformer2.cache.block import Block
 from ktransformer2.cache.block_store import BlockStore
+from ktransformer2.cache.ghosts import Eviction, Ghosts
 from ktransformer2.cache.prefix_index import PrefixIndex
 from ktransformer2.cache.replacement import LeavesFirstLRU
 from ktransformer2.cache.stats import Counters
 from ktransformer2.memory.arena import Arena
 
 T = TypeVar("T")
+# Keys of evicted blocks that are remembered: four times the blocks that the limit holds, within bounds. 65,536 of them
+# take some 13 MB; where that is what a limit of 4 GB asks for, 0.3 % of it.
+_GHOSTS_PER_BLOCK, _LEAST_GHOSTS, _MOST_GHOSTS = 4, 1024, 65_536
 
 
 class Residency:
@@ -31,11 +35,23 @@ class Residency:
         self._clock = clock
         self._lru = LeavesFirstLRU(self._is_leaf)
         self.cached_bytes = 0
+        self.num_cached = 0
+        blocks = arena.stats.limit_bytes // sum(store.sealed_layout.extent_bytes for store in stores)
+        self.ghosts = Ghosts(min(max(_GHOSTS_PER_BLOCK * blocks, _LEAST_GHOSTS), _MOST_GHOSTS))
+
+    def was_seen(self, key: bytes) -> bool:
+        """Whether the cache holds that prefix in some layer group, or did as long as is remembered."""
+        return any(index.get(key) is not None for index in self.indexes) or self.ghosts.get(key) is not None
+
+    def has_child(self, parent: bytes) -> bool:
+        """Whether any block can be found behind `parent`."""
+        return any(index.has_child(parent) for index in self.indexes)
 
     def refer(self, block: Block) -> None:
         """One more table entry names the block."""
         if block.references == 0 and block.indexed:
             self.cached_bytes -= self.stores[block.group].block_bytes(block)
+            self.num_cached -= 1
         block.references += 1
 
     def unrefer(self, block: Block) -> None:
@@ -51,6 +67,7 @@ class Residency:
         store.drop_open(block)
         block.last_used = self._clock()
         self.cached_bytes += store.block_bytes(block)
+        self.num_cached += 1
         self._lru.offer(block)
 
     def could_hold(self, num_bytes: int) -> bool:
@@ -97,14 +114,24 @@ class Residency:
         store, index = self.stores[block.group], self.indexes[block.group]
         parent = index.get(block.parent)
         self.cached_bytes -= store.block_bytes(block)
+        self.num_cached -= 1
+        self._count(block, cause)
         index.remove(block)
         store.free(block)
-        self.counters.evictions[cause] = self.counters.evictions.get(cause, 0) + 1
         if parent is not None:
             self._lru.offer(parent)
 
+    def _count(self, block: Block, cause: str) -> None:
+        """One eviction, with how old the block became and how long nobody had used it."""
+        now, counters = self._clock(), self.counters
+        counters.evictions[cause] = counters.evictions.get(cause, 0) + 1
+        counters.lifetimes.add(now - block.published_s)
+        counters.idle_before_eviction.add(now - block.last_used)
+        if block.key is not None:
+            self.ghosts.add(block.key, Eviction(now, cause))
+
     def check_integrity(self) -> None:
-        cached = 0
+        cached = num_cached = 0
         for store, index in zip(self.stores, self.indexes, strict=True):
             store.check_integrity()
             index.check_integrity()
@@ -113,4 +140,6 @@ class Residency:
             for block in store.live_blocks():
                 assert block.references or block.indexed, f"{block} is neither used nor findable"
                 cached += 0 if block.references else store.block_bytes(block)
+                num_cached += not block.references
         assert cached == self.cached_bytes, f"cached bytes {cached}, counted {self.cached_bytes}"
+        assert num_cached == self.num_cached, f"{num_cached} cached blocks, counted {self.num_cached}"

@@ -8,10 +8,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Self
 
-from ktransformer2.cache.stats import CacheStats
+from ktransformer2.cache.stats import CacheStats, read_numbers
 from ktransformer2.engine.outputs import EngineStats
 from ktransformer2.errors import ConfigError
 
@@ -25,8 +24,7 @@ class Snapshot:
 
     def as_json(self) -> dict[str, dict[str, Any]]:
         """Plain dictionaries of numbers, by the names of the fields."""
-        cache = {field.name: getattr(self.cache, field.name) for field in dataclasses.fields(CacheStats)}
-        return {"cache": cache | {"evictions": dict(self.cache.evictions)}, "engine": dataclasses.asdict(self.engine)}
+        return {"cache": self.cache.as_json(), "engine": dataclasses.asdict(self.engine)}
 
     @classmethod
     def from_json(cls, found: object) -> Self:
@@ -37,18 +35,5 @@ class Snapshot:
             raise ConfigError(
                 "no snapshot; wanted is an object with `cache` and `engine`, or one that has it as `stats`"
             )
-        cache = _numbers("cache", found["cache"], CacheStats)
-        cache["evictions"] = MappingProxyType(cache["evictions"])
-        return cls(CacheStats(**cache), EngineStats(**_numbers("engine", found["engine"], EngineStats)))
-
-
-def _numbers(part: str, found: object, stats: type[CacheStats] | type[EngineStats]) -> dict[str, Any]:
-    names = [field.name for field in dataclasses.fields(stats)]
-    values = dict(found) if isinstance(found, Mapping) else {}
-    if wrong := set(names) ^ set(values):
-        raise ConfigError(f"no snapshot of this version: {part} has no, or is not to have, {', '.join(sorted(wrong))}")
-    evictions = values.get("evictions", {})
-    numbers = [*evictions.values(), *(values[name] for name in names if name != "evictions")]
-    if any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers):
-        raise ConfigError(f"no snapshot: {part} holds something that is no number")
-    return values
+        engine = EngineStats(**read_numbers("engine", found["engine"], EngineStats))
+        return cls(CacheStats.from_json(found["cache"]), engine)
