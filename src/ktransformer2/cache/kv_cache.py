@@ -51,7 +51,7 @@ T = TypeVar("T")
 class PrefixMatch:
     """What the cache holds of a prompt: whole blocks by key, then `partial_tokens` rows of one more block.
 
-    `seen_tokens`: its leading tokens in whole blocks that the cache held at any time, as long as is remembered.
+    `left`: the keys of the whole blocks behind those that it held at some time, as long as that is remembered.
     """
 
     num_tokens: int
@@ -59,7 +59,7 @@ class PrefixMatch:
     keys: tuple[bytes, ...] = ()
     partial_tokens: int = 0
     tokens: array[int] = field(default_factory=lambda: array("i"), repr=False)
-    seen_tokens: int = 0
+    left: tuple[bytes, ...] = ()
 
 
 class KVCache:
@@ -103,31 +103,40 @@ class KVCache:
         self._check_owner()
         data, size = token_bytes(token_ids[:-1]), self.config.block_tokens
         seen = self._seen_keys(data, salt, [] if chain is None else chain)
-        keys = seen[: self._longest_complete(seen)]
+        complete = self._longest_complete(seen)
+        keys, left = seen[:complete], tuple(seen[complete:])
         rest = data[4 * size * len(keys) :]
         partial = self._partial_rows(keys[-1] if keys else self._root(salt), rest)
         num_tokens = len(keys) * size + partial
         tokens = array("i", data[: 4 * num_tokens])
-        return PrefixMatch(num_tokens, len(token_ids), tuple(keys), partial, tokens, len(seen) * size)
+        return PrefixMatch(num_tokens, len(token_ids), tuple(keys), partial, tokens, left)
 
-    def explain(self, token_ids: Sequence[int], salt: bytes = b"", chain: list[bytes] | None = None) -> Explanation:
-        """Why `match` finds no more of `token_ids` than it does. Arguments and side effects as there.
+    def explain(
+        self,
+        token_ids: Sequence[int],
+        salt: bytes = b"",
+        match: PrefixMatch | None = None,
+        *,
+        across_salts: bool = True,
+    ) -> Explanation:
+        """Why `match`, by default what `match(token_ids, salt)` finds now, is not more. Side effects: none.
 
-        For whoever runs the cache: it looks at other salts too.
+        `across_salts`: whether another salt's text may be named as the reason. That is for whoever runs the cache, not
+        for those whom salts keep apart.
         """
-        match = self.match(token_ids, salt, chain)
-        data, root = token_bytes(token_ids[:-1]), self._root(salt)
+        match, root = match or self.match(token_ids, salt), self._root(salt)
         lookup = Lookup(
             prompt_tokens=len(token_ids),
-            data=data,
+            data=token_bytes(token_ids[:-1]),
             root=root,
-            keys=self._seen_keys(data, salt, list(match.keys) if chain is None else chain),
+            keys=match.keys + match.left,
             complete=len(match.keys),
             hit_tokens=match.num_tokens,
             block_tokens=self.config.block_tokens,
             whole_blocks=not self._token_exact,
         )
-        return explain(self._residency, lookup, [other for other in self._roots if other != root], self._clock())
+        others = [other for other in self._roots if other != root] if across_salts else []
+        return explain(self._residency, lookup, others, self._clock())
 
     def _seen_keys(self, data: bytes, salt: bytes, chain: list[bytes]) -> list[bytes]:
         """The hashes of the leading whole blocks that the cache held at any time. Side effect: `chain` grows."""
@@ -203,9 +212,10 @@ class KVCache:
             return False
         table.pending = num_tokens
         if match is not None:
+            seen_tokens = (len(match.keys) + len(match.left)) * self.config.block_tokens
             self._residency.counters.hit_tokens += table.num_tokens
             self._residency.counters.lookup_tokens += match.prompt_tokens
-            self._residency.counters.findable_tokens += max(match.seen_tokens, table.num_tokens)
+            self._residency.counters.findable_tokens += max(seen_tokens, table.num_tokens)
         return True
 
     def _charge(self, table: BlockTable, num_tokens: int) -> bool:

@@ -27,7 +27,7 @@ class Questions(Generic[Asked]):
         self._closed = False
 
     def add(self, question: Callable[[Asked], T]) -> Future[T]:
-        """The future raises what the question does; cancel it to withdraw. Raises: EngineClosedError, QueueFullError."""
+        """The future raises what the question does. Raises: EngineClosedError, QueueFullError."""
         answer: Future[T] = Future()
         with self._lock:
             if self._closed:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ktransformer2.errors import KTransformerError
+
+if TYPE_CHECKING:
+    from ktransformer2.cache.explain import Explanation
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -38,7 +41,8 @@ class Completion:
 class Usage:
     """What a request cost: `cached_tokens` of `prompt_tokens` were in the cache; `new_tokens` is over all answers.
 
-    `ttft_s` is from `add` to the first token, None when there was none.
+    `ttft_s` is from `add` to the first token, None when there was none. `miss` says why not more of the prompt was in
+    the cache, without a look at other salts; None when it was never looked up.
     """
 
     prompt_tokens: int
@@ -46,6 +50,7 @@ class Usage:
     new_tokens: int
     ttft_s: float | None
     num_preemptions: int = 0
+    miss: Explanation | None = None
 
 
 @dataclass(frozen=True)

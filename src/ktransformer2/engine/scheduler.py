@@ -126,6 +126,7 @@ class Scheduler:
         sequence.table = table
         if sequence.request.cached_tokens is None:
             sequence.request.cached_tokens = table.num_tokens
+            sequence.request.miss = self._cache.explain(sequence.token_ids, salt, match, across_salts=False)
         insort(self.running, sequence, key=lambda s: s.order)
         step.add(sequence, num_tokens)
         return True

@@ -20,6 +20,7 @@ from ktransformer2.errors import KTransformerError
 
 if TYPE_CHECKING:
     from ktransformer2.cache.block import BlockTable
+    from ktransformer2.cache.explain import Explanation
 
 
 class Sequence:
@@ -114,6 +115,7 @@ class Request:
         self.arrived_s = 0.0
         self.first_token_s: float | None = None
         self.cached_tokens: int | None = None
+        self.miss: Explanation | None = None
         self.num_preemptions = 0
         self.error: KTransformerError | None = None
         self.sequences: list[Sequence] = []
@@ -133,5 +135,6 @@ class Request:
             sum(sequence.num_new for sequence in self.sequences),
             None if self.first_token_s is None else self.first_token_s - self.arrived_s,
             self.num_preemptions,
+            self.miss,
         )
         return RequestOutput(self.request_id, tuple(s.completion() for s in self.sequences), usage, self.error)
