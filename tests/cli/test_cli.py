@@ -85,8 +85,12 @@ def test_a_text_that_cannot_be_read_is_one_line(
     text = tmp_path / "text.txt"
     text.write_text("x", encoding="utf-8")
 
-    def refuse(path: Path, **_: object) -> str:
-        raise PermissionError(13, "Permission denied", str(path))
+    read_text = Path.read_text
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> str:
+        if path == text:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read_text(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "read_text", refuse)
     message = failed(invoke("run", tiny_model_folder, "--file", text, "-p", "x"), guard.EXIT_FAILED)
@@ -142,7 +146,7 @@ def test_ctrl_c_is_130_without_a_traceback(tiny_model_folder: Path) -> None:
     assert process.returncode == guard.EXIT_INTERRUPTED
     assert b"Traceback" not in errors
     closing, last = errors.rstrip().splitlines()[-2:]
-    assert closing.startswith(b"25 tokens in (0 cached) | ")  # what there is was printed, and what it cost
+    assert closing.startswith(b"21 tokens in (0 cached) | ")  # what there is was printed, and what it cost
     assert last == b"error: interrupted"
 
 
