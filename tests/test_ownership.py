@@ -37,11 +37,23 @@ def test_a_second_thread_is_told_whose_it_is() -> None:
     owner.check()
 
 
-def test_whoever_checks_first_takes_possession() -> None:
-    owner = Owner("the cache")
-    assert refusal(owner) == ""
+def test_whoever_checks_first_takes_possession_until_its_thread_ends() -> None:
+    owner, taken, done = Owner("the cache"), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        owner.check()
+        taken.set()
+        done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    taken.wait()
     with pytest.raises(OwnershipError, match="the cache belongs to thread"):
         owner.check()
+    done.set()
+    thread.join()
+    owner.check()
+    assert refusal(owner).startswith("the cache belongs to thread")
 
 
 def test_a_child_after_fork_has_the_same_thread_id_and_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,5 +69,17 @@ def test_what_is_handed_over_belongs_to_whoever_comes_next() -> None:
     owner.check()
     owner.hand_over()
     assert refusal(owner) == ""
-    with pytest.raises(OwnershipError, match="the cache belongs to thread"):
-        owner.hand_over()
+    owner.check()
+    said: list[str] = []
+
+    def steal() -> None:
+        try:
+            owner.hand_over()
+        except OwnershipError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=steal)
+    thread.start()
+    thread.join()
+    assert said[0].startswith("the cache belongs to thread")
+    owner.check()

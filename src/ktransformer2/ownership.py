@@ -9,7 +9,10 @@ from ktransformer2.errors import OwnershipError
 
 
 class Owner:
-    """The thread that something belongs to: the one that calls `check` first, or first after `hand_over`."""
+    """The thread that something belongs to: the one that calls `check` first, or first after `hand_over`.
+
+    A thread that has ended owns nothing: what it left half done belongs to whoever comes next.
+    """
 
     def __init__(self, what: str) -> None:
         """`what` names the thing in the message, such as "the engine"."""
@@ -19,7 +22,7 @@ class Owner:
     def check(self) -> None:
         """Side effect: the first call takes possession. Raises: OwnershipError from any other thread or process."""
         here = (os.getpid(), threading.get_ident())
-        if self._thread is None:
+        if self._thread is None or self._has_ended(here):
             self._thread = here
         if self._thread != here:
             process, thread = self._thread
@@ -33,3 +36,9 @@ class Owner:
         """The next thread that calls `check` takes possession. Raises: OwnershipError from a thread that has none."""
         self.check()
         self._thread = None
+
+    def _has_ended(self, here: tuple[int, int]) -> bool:
+        assert self._thread is not None, "it has no owner"
+        if self._thread == here or self._thread[0] != here[0]:
+            return False
+        return all(thread.ident != self._thread[1] for thread in threading.enumerate())

@@ -368,15 +368,20 @@ class KVCache:
         Side effects: then blocks made later are not published. False: as `rollback`.
         Raises: ConfigError when blocks that a window has passed would come into view again.
         """
+        self.refuse_truncation(table, num_tokens)
+        keep = table.num_tokens - num_tokens
+        if num_tokens and not self._refills(table, keep):
+            table.publishes = False
+        return self._edits.trim(table, keep)
+
+    def refuse_truncation(self, table: BlockTable, num_tokens: int) -> None:
+        """Raises: ConfigError where `truncate` would. Side effect: what was pending is forgotten."""
         keep = self._start_cutting(table, num_tokens)
         if num_tokens and not self._sees_all(table, keep):
             raise ConfigError(
                 f"cannot take back {num_tokens} tokens: layers with a sliding window have let go rows that would come "
                 "into view again; begin anew, or raise max_rollback_tokens"
             )
-        if num_tokens and not self._refills(table, keep):
-            table.publishes = False
-        return self._edits.trim(table, keep)
 
     def _start_cutting(self, table: BlockTable, num_tokens: int) -> int:
         """How many tokens are kept."""

@@ -11,6 +11,7 @@ Knows no page and no geometry. Invariant: a keyword that is not understood raise
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -117,12 +118,12 @@ def receiving(receiver: Receiver) -> Iterator[None]:
         _receiver.reset(token)
 
 
-_mask_reader: ContextVar[MaskReader | None] = ContextVar("ktransformer2_mask_reader", default=None)
+_mask_reader: ContextVar[weakref.ref[MaskReader] | None] = ContextVar("ktransformer2_mask_reader", default=None)
 
 
 def read_next_mask(reader: MaskReader) -> None:
     """The next mask this thread's model asks for goes to `reader`: transformers tells a mask function of no cache."""
-    _mask_reader.set(reader)
+    _mask_reader.set(weakref.ref(reader))
 
 
 def _current() -> Receiver:
@@ -194,8 +195,9 @@ def attention(
 
 def mask(**request: Any) -> None:
     """The mask function that transformers calls; there is never a mask."""
-    reader = _mask_reader.get()
+    waiting = _mask_reader.get()
     _mask_reader.set(None)
+    reader = waiting() if waiting is not None else None
     (reader if reader is not None and _receiver.get() is None else _current()).mask(request)
 
 
