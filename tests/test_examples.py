@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 
+MODEL = '"HuggingFaceTB/SmolLM2-135M-Instruct"'
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PROMISED = {
+    "attach.py": r"(?s)^0 of \d+ tokens cached, .*^[1-9]\d+ of \d+ tokens cached, first token after [0-9.]+ s$",
     "batch.py": r"(?s)^\s+0 of \d+ tokens were in the cache$.*^\s+[1-9]\d+ of \d+ tokens were in the cache$",
+    "beams.py": r"^4 beams of \d{4} tokens in [12]\d blocks; apart they would take 68$",
     "chat_turns.py": r"\[\d+ tokens in, [1-9]\d* of them cached\]",
+    "drop_in.py": r"^1091 tokens in 18 blocks of [0-9.]+ MB$",
     "five_lines.py": r"(?s).+",
     "memory_follows_text.py": r"(?s)before.*answered.*cleared, [0-9.]+ MB were given back",
 }
@@ -31,10 +35,14 @@ def test_example_runs(
     assert re.search(PROMISED[name], shown, re.MULTILINE), shown
 
 
-def test_the_readme_shows_the_five_lines(repository: Path) -> None:
-    shown = re.search(r"```python\n(.*?)```", (repository / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert shown is not None
-    example = (EXAMPLES / "five_lines.py").read_text(encoding="utf-8")
-    named = example.replace('os.environ.get("KTRANSFORMER_MODEL", "HuggingFaceTB/SmolLM2-135M-Instruct")', "MODEL")
-    wanted = shown[1].replace('"HuggingFaceTB/SmolLM2-135M-Instruct"', "MODEL")
-    assert [line for line in wanted.splitlines() if line not in named.splitlines()] == []
+def shown(example: Path) -> str:
+    """An example as a page shows it: with the model's name written out, and without the words on top."""
+    code = example.read_text(encoding="utf-8").partition('"""\n\n')[2].removeprefix("import os\n\n")
+    return code.replace(f'os.environ.get("KTRANSFORMER_MODEL", {MODEL})', MODEL)
+
+
+def test_the_readme_shows_nothing_but_examples(repository: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (repository / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    examples = [shown(path) for path in sorted(EXAMPLES.glob("*.py"))]
+    assert [block for block in blocks if not any(block in example for example in examples)] == []
+    assert any(block.startswith("from ktransformer2 import LLM, SamplingParams") for block in blocks)
