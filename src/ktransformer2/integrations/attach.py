@@ -32,6 +32,7 @@ from ktransformer2.errors import ConfigError, EngineClosedError, OutOfMemoryErro
 from ktransformer2.integrations.batch_rows import BatchRows
 from ktransformer2.integrations.transformers_cache import DynamicKVCache
 from ktransformer2.models.batch import FlatBatch
+from ktransformer2.models.footprint import ModelFootprint
 from ktransformer2.models.hf import HFModel, cache_keyword
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class Attachment:
         self._model.restore()
         if memory == "auto":
             most = most_useful_bytes(self._model.geometry, engine)
-            workspace = workspace_bytes(self._model.vocab_size, engine)
+            workspace = workspace_bytes(ModelFootprint.of(self._model), engine)
             config = CacheConfig.load(
                 {**values, "memory_bytes": auto_memory_bytes(Memory.measure(), 0, workspace, most)}
             )

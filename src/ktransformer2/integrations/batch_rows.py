@@ -26,12 +26,14 @@ UNKNOWN_TOKEN = -1  # of rows whose token nobody told; such tables are never pub
 class PaddedStep:
     """One step of a padded batch: B rows, T new columns. `kv` is empty where every new column is padding.
 
-    `index` int64 [N]: the real ones among the B * T new places, row by row; None: all of them.
+    `real` bool [B, T]: the new columns that are no padding, `index` int64 [N] the same as places in the flattened
+    batch; both None: all of them.
     """
 
     num_rows: int
     num_new: int
     counts: tuple[int, ...]
+    real: torch.Tensor | None
     index: torch.Tensor | None
     kv: tuple[KVBatch, ...]
 
@@ -50,13 +52,18 @@ class PaddedStep:
 
 
 class BatchRows:
-    """B block tables and their columns."""
+    """B block tables and their columns.
 
-    def __init__(self, cache: KVCache) -> None:
-        self.cache = cache
+    `salt`: only rows of an equal salt find each other's blocks. `left`: tables of rows whose holder is gone, from
+    whatever thread; whoever takes the next step releases them. Copies share both.
+    """
+
+    def __init__(self, cache: KVCache, salt: bytes = b"", left: list[BlockTable] | None = None) -> None:
+        self.cache, self.salt = cache, salt
         self.tables: list[BlockTable] = []
         self.num_columns = 0
         self.rollback_tokens = cache.config.max_rollback_tokens
+        self._left: list[BlockTable] = [] if left is None else left
         self._has_windows = any(group.window is not None for group in cache.geometry.groups)
         self._real: torch.Tensor | None = None  # bool [B, num_columns]; None: no column is padding
 
@@ -67,14 +74,27 @@ class BatchRows:
     def has_padding(self) -> bool:
         return self._real is not None
 
+    @property
+    def lengths(self) -> list[int]:
+        """Real tokens of every row."""
+        return [table.num_tokens for table in self.tables]
+
     # --- a step
 
-    def check_mask(self, mask: torch.Tensor, num_new: int) -> torch.Tensor | None:
+    def new_columns(self, mask: torch.Tensor | None, num_new: int) -> torch.Tensor | None:
         """bool [B, T]: the real ones of the `num_new` newest columns of mask [B, columns]; None: all of them.
 
         Raises: RequestError where the mask hides what was stored as real, or shows what was padding.
         """
-        seen, mask = self.num_columns, mask.to(torch.bool)
+        seen = self.num_columns
+        if mask is None:
+            if self._real is not None:
+                raise RequestError(
+                    "the cache holds padded rows and this call has no attention mask, which would show their padding; "
+                    "give the mask of the earlier calls with that of the new tokens behind it"
+                )
+            return None
+        mask = mask.to(torch.bool)
         if mask.shape[1] != seen + num_new:
             raise RequestError(
                 f"the attention mask has {mask.shape[1]} columns; the cache holds {seen} and the call brings {num_new} "
@@ -97,7 +117,7 @@ class BatchRows:
 
         Raises: OutOfMemoryError, RequestError where the batch has another size; nothing has changed.
         """
-        fresh = not self.tables
+        self.release_left()
         tables = self.tables or [self._new_table() for _ in range(num_rows)]
         if len(tables) != num_rows:
             raise RequestError(
@@ -105,95 +125,105 @@ class BatchRows:
                 "batch, or change its rows with batch_repeat_interleave or batch_select_indices"
             )
         counts = (num_new,) * num_rows if real is None else tuple(real.sum(dim=1).tolist())
-        for i, (table, count) in enumerate(zip(tables, counts, strict=True)):
+        for table, count in zip(tables, counts, strict=True):
             if not self.cache.allocate(table, count):
-                for earlier in tables[:i]:
-                    self.cache.abandon(earlier)
-                raise self._no_room(tables, counts)
-        if fresh:
-            self.tables = tables
+                error = self._no_room(tables, counts)
+                for other in tables:
+                    self._undo(other)
+                raise error
+        self.tables = tables
         step = [(table, count) for table, count in zip(tables, counts, strict=True) if count]
         index = None if real is None else real.flatten().nonzero().squeeze(1)
-        return PaddedStep(num_rows, num_new, counts, index, self.cache.prepare(step) if step else ())
+        return PaddedStep(num_rows, num_new, counts, real, index, self.cache.prepare(step) if step else ())
 
     def publish(self, step: PaddedStep, token_ids: torch.Tensor | None) -> None:
         """The step's rows are computed. `token_ids` [B, T]; None: nobody told, and the tables are found no more."""
-        ids = (
-            None
-            if token_ids is None
-            else token_ids.flatten()
-            if step.index is None
-            else (token_ids.flatten()[step.index])
-        )
+        known: list[int] | None = None
+        if token_ids is not None:
+            ids = token_ids.flatten()
+            known = (ids if step.index is None else ids[step.index]).tolist()
         start = 0
-        known = None if ids is None else ids.tolist()
         for table, count in zip(self.tables, step.counts, strict=True):
             if known is None:
                 table.publishes = False
             self.cache.publish(table, known[start : start + count] if known is not None else [UNKNOWN_TOKEN] * count)
             start += count
-        self.append_columns(step.num_new, None if step.index is None else self._as_real(step))
-
-    def append_columns(self, num_new: int, real: torch.Tensor | None) -> None:
-        """The rows have `num_new` more columns; `real` bool [B, num_new], None: no padding among them."""
-        if real is not None or self._real is not None:
-            shape = (len(self.tables), num_new)
-            before = (
-                torch.ones(len(self.tables), self.num_columns, dtype=torch.bool) if self._real is None else self._real
-            )
-            self._real = torch.cat([before, torch.ones(shape, dtype=torch.bool) if real is None else real], dim=1)
-        self.num_columns += num_new
+        self._append_columns(step.num_new, step.real)
 
     def abandon(self) -> None:
         """The step failed: what was allocated for it is forgotten."""
         for table in self.tables:
-            if table.pending:
-                self.cache.abandon(table)
+            self._undo(table)
+        if self.tables and self.num_columns == 0:
+            self.tables = []
 
     # --- rows and columns
 
     def adopt(self, tables: Sequence[BlockTable], num_columns: int, real: torch.Tensor | None) -> None:
-        """Take these tables as the rows of an empty batch."""
+        """Take these tables as the rows of an empty batch, `real` bool [B, num_columns] (None: no padding)."""
         assert not self.tables, f"{len(self.tables)} rows are there already"
         self.tables = list(tables)
-        self.append_columns(num_columns, real)
+        self._append_columns(num_columns, real)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Row i becomes what row `rows[i]` was. Copies share their blocks until one of them goes on."""
+        """Row i becomes what row `rows[i]` was. Copies share their blocks until one of them goes on.
+
+        Raises: IndexError for a row that is not there; nothing has changed.
+        """
+        count = len(self.tables)
+        if any(not -count <= row < count for row in rows):
+            raise IndexError(f"rows {list(rows)} are asked for and the cache holds {count}")
+        places = [row % count for row in rows]
         taken: set[int] = set()
         tables = []
-        for row in rows:
-            tables.append(self.cache.fork(self.tables[row]) if row in taken else self.tables[row])
-            taken.add(row)
-        for row in sorted(set(range(len(self.tables))) - taken):
-            self.cache.release(self.tables[row])
+        for place in places:
+            tables.append(self.cache.fork(self.tables[place]) if place in taken else self.tables[place])
+            taken.add(place)
+        for place in sorted(set(range(count)) - taken):
+            self.cache.release(self.tables[place])
         self.tables = tables
         if self._real is not None:
-            self._real = self._real[list(rows)]
+            self._set_real(self._real[places])
+        if not tables:
+            self.release()
 
     def copy(self) -> BatchRows:
         """Other rows over the same blocks."""
-        other = BatchRows(self.cache)
+        other = BatchRows(self.cache, self.salt, self._left)
         other.tables = [self.cache.fork(table) for table in self.tables]
         other.num_columns, other.rollback_tokens, other._real = self.num_columns, self.rollback_tokens, self._real
         return other
 
     def crop(self, num_columns: int) -> None:
-        """Take the last `num_columns` columns back.
+        """Take the last `num_columns` columns back, or all there are.
 
-        Raises: ConfigError where a sliding window let go what would come into view; OutOfMemoryError.
+        Raises: ConfigError where a sliding window let go what would come into view; nothing has changed.
+        OutOfMemoryError: of several rows none is left then, of one row all.
         """
         keep = max(0, self.num_columns - num_columns)
-        for row, table in enumerate(self.tables):
-            kept = keep if self._real is None else int(self._real[row, :keep].sum())
-            if not self.cache.truncate(table, table.num_tokens - kept):
-                raise OutOfMemoryError("there is no room for the copy of a block that two rows share; raise memory=")
+        if keep == 0:
+            self.release()
+            return
+        kept = [keep] * len(self.tables) if self._real is None else self._real[:, :keep].sum(dim=1).tolist()
+        cuts = [(table, table.num_tokens - count) for table, count in zip(self.tables, kept, strict=True)]
+        for table, cut in cuts:
+            self.cache.refuse_truncation(table, cut)
+        for table, cut in cuts:
+            if not self.cache.truncate(table, cut):
+                if len(cuts) > 1:
+                    self.release()
+                raise OutOfMemoryError(
+                    "there is no room for the copy of a block that two rows share"
+                    + ("; the cache is empty now" if len(cuts) > 1 else "")
+                    + f"; raise memory= above {self.cache.config.memory_bytes / 1e6:.1f} MB"
+                )
         self.num_columns = keep
         if self._real is not None:
-            self._real = self._real[:, :keep]
+            self._set_real(self._real[:, :keep])
 
     def release(self) -> None:
         """No rows any more. Blocks that are published stay cached."""
+        self.release_left()
         for table in self.tables:
             self.cache.release(table)
         self.tables = []
@@ -205,17 +235,40 @@ class BatchRows:
         for table in self.tables:
             table.rollback_tokens = num_tokens
 
+    def leave(self) -> None:
+        """Nobody holds these rows any more. From any thread, at any time: the tables wait for the next step."""
+        self._left.extend(self.tables)
+        self.tables = []
+
+    def release_left(self) -> None:
+        """Release the tables of rows that nobody holds any more."""
+        while self._left:
+            self.cache.release(self._left.pop())
+
     # --- inside
 
     def _new_table(self) -> BlockTable:
-        table = self.cache.new_table()
+        table = self.cache.new_table(self.salt)
         table.rollback_tokens = self.rollback_tokens
         return table
 
-    def _as_real(self, step: PaddedStep) -> torch.Tensor:
-        real = torch.zeros(step.num_rows * step.num_new, dtype=torch.bool)
-        real[step.index] = True
-        return real.view(step.num_rows, step.num_new)
+    def _undo(self, table: BlockTable) -> None:
+        """Forget a step that was allocated; a table that held nothing before holds nothing, charged bytes included."""
+        if table.num_tokens:
+            self.cache.abandon(table)
+        else:
+            self.cache.release(table)
+
+    def _append_columns(self, num_new: int, real: torch.Tensor | None) -> None:
+        if real is not None or self._real is not None:
+            rows = len(self.tables)
+            before = torch.ones(rows, self.num_columns, dtype=torch.bool) if self._real is None else self._real
+            new = torch.ones(rows, num_new, dtype=torch.bool) if real is None else real
+            self._set_real(torch.cat([before, new], dim=1))
+        self.num_columns += num_new
+
+    def _set_real(self, real: torch.Tensor) -> None:
+        self._real = None if bool(real.all()) else real
 
     def _no_room(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> OutOfMemoryError:
         longest = max(table.num_tokens + count for table, count in zip(tables, counts, strict=True))

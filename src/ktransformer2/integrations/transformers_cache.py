@@ -10,7 +10,6 @@ Invariants: a step that fails leaves the cache as it was; one thread at a time u
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -18,22 +17,22 @@ from typing import Any, Self
 import torch
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
+from transformers.masking_utils import sdpa_mask
 
 from ktransformer2.cache.kv_cache import KVCache
 from ktransformer2.config import CacheConfig, parse_bytes
 from ktransformer2.engine.memory_budget import Memory, auto_memory_bytes
-from ktransformer2.errors import OutOfMemoryError, RequestError, UnsupportedModelError
-from ktransformer2.integrations.batch_rows import BatchRows, PaddedStep
-from ktransformer2.kernels import reference
-from ktransformer2.kernels.attention import seal, store_kv
-from ktransformer2.kernels.pages import DTYPES, FORMS
+from ktransformer2.errors import RequestError, UnsupportedModelError
+from ktransformer2.integrations.batch_rows import BatchRows
+from ktransformer2.integrations.forward_step import ForwardStep
+from ktransformer2.integrations.layer_groups import described_groups
+from ktransformer2.kernels.pages import FORMS
 from ktransformer2.layout import LayerGroup, ModelGeometry
-from ktransformer2.models.hf import StepAttention
 from ktransformer2.models.probe import causal_window, refuse_unservable, text_config
 from ktransformer2.models.registry import ATTENTION_NAME, LayerCall, PagedRows, read_next_mask, register
 
 # What assisted generation may take back: candidates come in tens (`num_assistant_tokens` is 20).
-_ASSISTED_ROLLBACK_TOKENS = 64
+_ASSISTED_ROLLBACK_TOKENS = 128
 
 register()
 
@@ -53,26 +52,41 @@ class DynamicKVCache(Cache):
         """
         refuse_unservable(config)
         values = {"kv": kv, **knobs}
-        values["memory_bytes"] = _auto_bytes() if memory == "auto" else parse_bytes(memory)
-        self._build(config, _groups(config), CacheConfig.load(values))
+        values["memory_bytes"] = (
+            auto_memory_bytes(Memory.measure(), 0, 0, 2**46) if memory == "auto" else parse_bytes(memory)
+        )
+        self._build(config, described_groups(config), CacheConfig.load(values))
 
     @classmethod
-    def over(cls, config: PreTrainedConfig, cache: KVCache) -> Self:
-        """Rows in a KVCache that others use too, and that its owner closes."""
+    def over(cls, config: PreTrainedConfig, rows: BatchRows) -> Self:
+        """A view of `rows`, whose KVCache others use too and its owner closes."""
         found = cls.__new__(cls)
-        found._build(config, cache.geometry.groups, cache.config)
-        found._start(cache)
+        found._build(config, rows.cache.geometry.groups, rows.cache.config)
+        found._shared = True
+        found._hold(rows)
         return found
 
     def _build(self, config: PreTrainedConfig, groups: Sequence[LayerGroup], cache_config: CacheConfig) -> None:
         self._config, self._cache_config, self._groups = config, cache_config, groups
         self._windows = {layer: group.window for group in groups for layer in group.layers}
-        super().__init__(layers=[_PagedLayer(self, i, self._windows[i]) for i in sorted(self._windows)])
+        super().__init__(layers=[_Layer(self, i, self._windows.get(i)) for i in range(max(self._windows) + 1)])
+        self._shared = False
         self._rows: BatchRows | None = None  # from the first call on, when the dtype is known
-        self._step: _Step | None = None
+        self._leaving: weakref.finalize[[], Self] | None = None
+        self._step: ForwardStep | None = None
         self._mask: torch.Tensor | None = None  # bool [B, columns], of the coming step
         self._token_ids: torch.Tensor | None = None  # [B, T], of the coming step
         self._records_past = False
+
+    def _hold(self, rows: BatchRows) -> None:
+        """These are the rows from now on; when this object is gone, nobody holds them any more."""
+        if self._leaving is not None:
+            self._leaving.detach()
+        self._rows = rows
+        self._leaving = weakref.finalize(self, rows.leave)
+        self._leaving.atexit = False
+        if self._records_past:
+            self.activate_past_recording()
 
     # --- what there is
 
@@ -97,15 +111,14 @@ class DynamicKVCache(Cache):
         return name == ATTENTION_NAME
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of the batch that layer `layer_idx` holds, padding included."""
-        step, columns = self._step, 0 if self._rows is None else self._rows.num_columns
-        return columns + (step.padded.num_new if step is not None and layer_idx in step.done else 0)
+        """Columns of the batch, padding included, without those of a running or broken step."""
+        return 0 if self._rows is None or layer_idx not in self._windows else self._rows.num_columns
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """(keys, first key) that the mask of a call with `query_length` new columns describes."""
         if self.is_paged:
             read_next_mask(self)
-        columns, window = self.get_seq_length(layer_idx), self._windows[layer_idx]
+        columns, window = self.get_seq_length(layer_idx), self._windows.get(layer_idx)
         hidden = 0 if window is None else max(0, columns - window + 1)
         return columns - hidden + query_length, hidden
 
@@ -115,8 +128,8 @@ class DynamicKVCache(Cache):
 
     # --- a step
 
-    def tell(self, token_ids: torch.Tensor) -> None:
-        """The coming step brings these tokens, int64 [B, T]. Told in every step, blocks can be found by prefix."""
+    def tell(self, token_ids: torch.Tensor | None) -> None:
+        """The coming step brings these tokens, int64 [B, T]; None: nobody knows, and its blocks are never found."""
         self._token_ids = token_ids
 
     def mask(self, request: Mapping[str, Any]) -> None:
@@ -124,6 +137,8 @@ class DynamicKVCache(Cache):
         window, windows = causal_window(request), {group.window for group in self._groups}
         if window not in windows:
             raise UnsupportedModelError(f"the model asks for a mask of window {window}; its config says {windows}")
+        if not request.get("allow_is_causal_skip", True):
+            _refuse_overlay(request, window)
         self._mask = request.get("attention_mask")
 
     def update(
@@ -133,123 +148,84 @@ class DynamicKVCache(Cache):
 
         Raises: OutOfMemoryError, RequestError, UnsupportedModelError, OwnershipError; the cache is as before the step.
         """
-        step = self._step
-        if step is None or layer_idx in step.done:
-            step = self._begin(key_states)
+        if layer_idx not in self._windows:
+            raise UnsupportedModelError(f"layer {layer_idx} keeps what it reads from an image, which is not served")
         try:
-            self._check(key_states, value_states, layer_idx, step)
+            step = self._step
+            if step is None or layer_idx in step.begun:
+                step = self._begin(key_states)
+            step.take(layer_idx, key_states, value_states)
             if step.paged:
-                rows = _LayerRows(self, layer_idx, key_states, value_states)
+                rows = _LayerRows(self, key_states, value_states)
                 return rows, rows
-            return self._gathered(step, layer_idx, key_states.detach(), value_states.detach())
+            found = step.gathered(layer_idx, key_states, value_states)
+            self._finish_layer(step)
         except BaseException:
             self._abandon()
             raise
+        return found
 
-    def _begin(self, key: torch.Tensor) -> _Step:
+    def attend(self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Attention of query [B, H, T, Dk] over one layer, whose new rows are k and v: [B, T, H, Dv]."""
+        step = self._step
+        if step is None or call.layer not in step.begun - step.done:
+            raise UnsupportedModelError(f"layer {call.layer} attends with rows of another forward pass")
+        try:
+            out = step.attend(call, query, key, value)
+            self._finish_layer(step)
+        except BaseException:
+            self._abandon()
+            raise
+        return out
+
+    def _begin(self, key: torch.Tensor) -> ForwardStep:
         self._abandon()  # what a call that broke off has left
-        rows = self._rows or self._start(self._new_cache(key))
-        num_rows, num_new, paged = key.shape[0], key.shape[2], self.is_paged
         mask, self._mask = self._mask, None
+        rows, paged = self._rows_for(key), self.is_paged
+        num_rows, num_new = key.shape[0], key.shape[2]
         if not paged and rows.has_padding:
             raise RequestError("the cache holds a padded batch of paged attention; reset() it before another attention")
-        if self._records_past and num_new > rows.rollback_tokens and rows.num_columns:
+        if self._records_past and rows.num_columns and num_new > rows.rollback_tokens:
             rows.set_rollback(num_new)
-        real = rows.check_mask(mask, num_new) if paged and mask is not None else None
-        view_bytes = 0 if paged else self._charge_view(rows, num_rows, num_new)
-        try:
-            padded = rows.begin(num_rows, num_new, real)
-        except BaseException:
-            rows.cache.discharge(view_bytes)
-            raise
-        self._step = _Step(padded, StepAttention(rows.cache.geometry, padded.kv), paged, view_bytes)
-        return self._step
+        real = rows.new_columns(mask, num_new) if paged else None
+        step = self._step = ForwardStep(rows, (num_rows, num_new), real, paged)
+        step.token_ids, self._token_ids = self._token_ids, None
+        return step
 
-    def _finish(self, layer_idx: int) -> None:
-        step, rows = self._step, self._rows
-        assert step is not None, "no step runs"
-        assert rows is not None, "there are no rows"
-        step.done.add(layer_idx)
-        if len(step.done) < len(self.layers):
-            return
-        ids, self._token_ids, self._step = self._token_ids, None, None
-        if ids is not None and ids.shape != (step.padded.num_rows, step.padded.num_new):
-            ids = None  # of another call
-        rows.publish(step.padded, ids)
-        rows.cache.discharge(step.view_bytes)
-        rows.cache.maintain()
-        rows.cache.hand_over()
+    def _finish_layer(self, step: ForwardStep) -> None:
+        if len(step.done) == len(self._windows):
+            self._step = None
+            step.publish()
+            self._hand_over()
 
     def _abandon(self) -> None:
         step, self._step = self._step, None
-        if step is not None and self._rows is not None:
-            self._rows.abandon()
-            self._rows.cache.discharge(step.view_bytes)
+        if step is not None:
+            step.abandon()
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        if self._rows is not None:
             self._rows.cache.hand_over()
 
-    def _new_cache(self, key: torch.Tensor) -> KVCache:
+    def _rows_for(self, key: torch.Tensor) -> BatchRows:
+        """The rows; anew where there are none yet, or where nothing is held and the keys' type has changed."""
+        rows = self._rows
+        if rows is not None and (self._shared or len(rows) or rows.cache.geometry.full_form == FORMS.get(key.dtype)):
+            return rows
         if key.device.type != "cpu":
             raise UnsupportedModelError(
                 f"keys lie on {key.device}; this version caches in host memory: use model.cpu()"
             )
         if key.dtype not in FORMS:
-            raise UnsupportedModelError(
-                f"the model computes keys in {key.dtype}; float32, bfloat16 and float16 are held"
-            )
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FORMS)
+            raise UnsupportedModelError(f"the model computes keys in {key.dtype}; {allowed} are held")
         groups = tuple(self._groups)
         refused = "a DynamicKVCache moves nothing"
         geometry = ModelGeometry(groups, FORMS[key.dtype], 2**31 - 1, (None,) * len(groups), refused)
-        return KVCache(geometry, self._cache_config)
-
-    def _start(self, cache: KVCache) -> BatchRows:
-        self._rows = BatchRows(cache)
-        if self._records_past:
-            self.activate_past_recording()
-        return self._rows
-
-    def _check(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, step: _Step) -> None:
-        geometry = step.attention.geometry
-        group = geometry.groups[geometry.layer_place[layer_idx][0]]
-        b, t = step.padded.num_rows, step.padded.num_new
-        wanted = (b, group.num_kv_heads, t, group.k_head_size), (b, group.num_kv_heads, t, group.v_head_size)
-        found, dtype = (tuple(key.shape), tuple(value.shape)), DTYPES[geometry.full_form]
-        if found != wanted or not key.dtype == value.dtype == dtype:
-            raise UnsupportedModelError(
-                f"layer {layer_idx} hands over keys and values of shape {found} in {key.dtype} and {value.dtype}; its "
-                f"config says {wanted}, and the cache holds {dtype}"
-            )
-
-    # --- attention that knows no pages
-
-    def _gathered(
-        self, step: _Step, layer: int, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the rows of one layer; all of it that its queries may see, [B, G, S, Dk] and [B, G, S, Dv]."""
-        geometry = step.attention.geometry
-        group, column = geometry.layer_place[layer]
-        batch, window = step.padded.kv[group], geometry.groups[group].window
-        k, v = step.padded.flat(key), step.padded.flat(value)
-        store_kv(k, v, batch, column)
-        seal(k, v, batch, column)
-        views = reference.gather(k, v, batch, column, None if window is None else window - 1)
-        keys, values = (torch.stack(rows).to(key.dtype) for rows in zip(*views, strict=True))
-        self._finish(layer)
-        return keys, values
-
-    def _charge_view(self, rows: BatchRows, num_rows: int, num_new: int) -> int:
-        """Count the largest gathered layer against the limit, and its copy in fp32 while it is made; its bytes."""
-        geometry = rows.cache.geometry
-        size = geometry.full_form.element_bytes + 4
-        most = max(group.elements_per_token // len(group.layers) for group in geometry.groups)
-        num_bytes = num_rows * (rows.num_columns + num_new) * most * size
-        if not rows.cache.charge(num_bytes):
-            raise OutOfMemoryError(
-                f"a gathered view of {rows.num_columns + num_new} tokens in {num_rows} rows needs "
-                f"{num_bytes / 1e6:.1f} MB beside the cache, whose limit is {rows.cache.config.memory_bytes / 1e6:.1f} "
-                f'MB; raise memory=, or load the model with attn_implementation="{ATTENTION_NAME}", '
-                "which needs none"
-            )
-        return num_bytes
+        rows = BatchRows(KVCache(geometry, self._cache_config))
+        self._hold(rows)
+        return rows
 
     # --- the rest of the contract
 
@@ -257,14 +233,17 @@ class DynamicKVCache(Cache):
         """Take the last -`tokens_to_remove` columns back (transformers counts them below zero).
 
         Exact within a rollback's reach; further back in int8, the block that is cut stays in int8.
-        Raises: ValueError above zero; ConfigError where a sliding window let go what would come into view.
+        Raises: ValueError above zero; ConfigError where a sliding window let go what would come into view, and nothing
+        has changed; OutOfMemoryError.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): give a negative number, that of the tokens to remove")
         self._abandon()
-        if tokens_to_remove and self._rows is not None:
-            self._rows.crop(-tokens_to_remove)
-            self._rows.cache.hand_over()
+        if tokens_to_remove and self._rows is not None and len(self._rows):
+            try:
+                self._rows.crop(-tokens_to_remove)
+            finally:
+                self._hand_over()
 
     def reset(self) -> None:
         """No tokens any more; the memory goes back, but for what a shared cache keeps for others."""
@@ -272,8 +251,11 @@ class DynamicKVCache(Cache):
         self._mask = self._token_ids = None
         if self._rows is not None:
             self._rows.release()
-            self._rows.cache.maintain()
-            self._rows.cache.hand_over()
+            if self._shared:
+                self._rows.cache.maintain()
+            else:
+                self._rows.cache.clear()
+            self._hand_over()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row i becomes what row beam_idx[i] was."""
@@ -291,8 +273,10 @@ class DynamicKVCache(Cache):
     def _select(self, rows: Sequence[int]) -> None:
         self._abandon()
         if self._rows is not None and len(self._rows):
-            self._rows.select(rows)
-            self._rows.cache.hand_over()
+            try:
+                self._rows.select(rows)
+            finally:
+                self._hand_over()
 
     def activate_past_recording(self) -> None:
         """From now on the newest tokens can be taken back exactly, as assisted generation does."""
@@ -306,14 +290,14 @@ class DynamicKVCache(Cache):
         other = type(self).__new__(type(self))
         memo[id(self)] = other
         other._build(self._config, self._groups, self._cache_config)
-        other._records_past = self._records_past
+        other._records_past, other._shared = self._records_past, self._shared
         if self._rows is not None:
-            other._rows = self._rows.copy()
-            self._rows.cache.hand_over()
+            other._hold(self._rows.copy())
+            self._hand_over()
         return other
 
     def __reduce__(self) -> Any:
-        raise TypeError("a DynamicKVCache holds memory of this process and cannot be pickled")
+        raise TypeError("a DynamicKVCache holds memory of this process and cannot be pickled; copy.deepcopy() works")
 
     def __repr__(self) -> str:
         return (
@@ -321,42 +305,17 @@ class DynamicKVCache(Cache):
         )
 
 
-@dataclasses.dataclass
-class _Step:
-    """One forward pass: its layers come one after the other; `done` are those that have."""
-
-    padded: PaddedStep
-    attention: StepAttention
-    paged: bool
-    view_bytes: int
-    done: set[int] = dataclasses.field(default_factory=set)
-
-
 class _LayerRows(PagedRows):
     """The new rows of one layer, which are stored when its queries come."""
 
-    def __init__(self, owner: DynamicKVCache, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        self._owner, self._layer, self._key, self._value = owner, layer, key, value
+    def __init__(self, owner: DynamicKVCache, key: torch.Tensor, value: torch.Tensor) -> None:
+        self._owner, self._key, self._value = owner, key, value
 
     def attend(self, call: LayerCall, query: torch.Tensor) -> torch.Tensor:
-        owner, step = self._owner, self._owner._step
-        assert step is not None, f"layer {self._layer} attends outside a step"
-        window = self._owner._windows[self._layer]
-        if call.window_given and call.window != window:
-            raise UnsupportedModelError(f"layer {self._layer} has window {call.window}, its config says {window}")
-        try:
-            q, k, v = (step.padded.flat(rows.detach()) for rows in (query, self._key, self._value))
-            only_padding = not step.padded.kv
-            out = q.new_zeros(0, q.shape[1], v.shape[2]) if only_padding else step.attention.attend(call, q, k, v)
-            padded = step.padded.padded(out)  # [N, H, Dv] -> [B, T, H, Dv]
-        except BaseException:
-            owner._abandon()
-            raise
-        owner._finish(self._layer)
-        return padded
+        return self._owner.attend(call, query, self._key, self._value)
 
 
-class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers leaves its hook unannotated
+class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers leaves its hook unannotated
     """What transformers may ask of one layer; everything is the whole cache's work."""
 
     is_croppable = True
@@ -391,18 +350,14 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transfor
         return -1
 
 
-def _auto_bytes() -> int:
-    return auto_memory_bytes(Memory.measure(), 0, 0, 2**46)
+def _refuse_overlay(request: Mapping[str, Any], window: int | None) -> None:
+    """The model lays something over the causal mask, such as the blocks of an image: all of it is looked at.
 
-
-def _groups(config: PreTrainedConfig) -> tuple[LayerGroup, ...]:
-    """Layer groups as a config describes them."""
-    decoder = text_config(config)
-    heads = getattr(decoder, "num_key_value_heads", None) or decoder.num_attention_heads
-    size = getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
-    window, kinds = getattr(decoder, "sliding_window", None), getattr(decoder, "layer_types", None)
-    layers: dict[int | None, list[int]] = {}
-    for layer in range(decoder.num_hidden_layers):
-        sliding = window is not None and (kinds is None or kinds[layer] == "sliding_attention")
-        layers.setdefault(window if sliding else None, []).append(layer)
-    return tuple(LayerGroup(tuple(found), heads, size, size, each) for each, found in layers.items())
+    Raises: UnsupportedModelError where it shows or hides any key.
+    """
+    visible = sdpa_mask(**{**request, "attention_mask": None})  # [B, 1, T, S]
+    query = torch.arange(request["q_length"])[:, None] + request.get("q_offset", 0)
+    key = torch.arange(request["kv_length"])[None, :] + request.get("kv_offset", 0)
+    causal = (key <= query) & (key > query - (window or request["kv_length"] + request["q_length"]))
+    if visible is None or not bool((visible == causal).all()):
+        raise UnsupportedModelError("the model lays another mask over the causal one, as images need; text is served")

@@ -1,0 +1,109 @@
+"""One forward pass of a padded batch through the cache: its layers bring their keys and values one after the other.
+
+Knows no transformers cache and no mask function. Invariant: until `publish` the rows are as they were, so a pass may
+break off anywhere and be abandoned.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ktransformer2.errors import OutOfMemoryError, UnsupportedModelError
+from ktransformer2.integrations.batch_rows import BatchRows
+from ktransformer2.kernels import reference
+from ktransformer2.kernels.attention import seal, store_kv
+from ktransformer2.kernels.pages import DTYPES
+from ktransformer2.models.hf import StepAttention
+from ktransformer2.models.registry import ATTENTION_NAME, LayerCall
+
+
+class ForwardStep:
+    """`begun` layers have brought their rows, `done` ones have them stored.
+
+    `paged`: attention reads pages in place (`attend`); else every layer gets a copy of all it may see (`gathered`).
+    """
+
+    def __init__(self, rows: BatchRows, batch: tuple[int, int], real: torch.Tensor | None, paged: bool) -> None:
+        """`batch`: rows and new columns; `real` bool [B, T]: which of those are no padding; None: all.
+
+        Raises: OutOfMemoryError, RequestError; nothing has changed.
+        """
+        self.paged = paged
+        self._rows = rows
+        self._view_bytes = 0 if paged else _charge_view(rows, *batch)
+        try:
+            self.padded = rows.begin(*batch, real)
+        except BaseException:
+            rows.cache.discharge(self._view_bytes)
+            raise
+        self._attention = StepAttention(rows.cache.geometry, self.padded.kv)
+        self.begun: set[int] = set()
+        self.done: set[int] = set()
+        self.token_ids: torch.Tensor | None = None  # [B, T], where they were told
+
+    def take(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """The layer brings k [B, G, T, Dk] and v [B, G, T, Dv]. Raises UnsupportedModelError for any other shape."""
+        geometry = self._rows.cache.geometry
+        group = geometry.groups[geometry.layer_place[layer][0]]
+        b, t = self.padded.num_rows, self.padded.num_new
+        wanted = (b, group.num_kv_heads, t, group.k_head_size), (b, group.num_kv_heads, t, group.v_head_size)
+        found, dtype = (tuple(key.shape), tuple(value.shape)), DTYPES[geometry.full_form]
+        if found != wanted or not key.dtype == value.dtype == dtype:
+            raise UnsupportedModelError(
+                f"layer {layer} hands over keys and values of shape {found} in {key.dtype} and {value.dtype}; {wanted} "
+                f"in {dtype} are what the model was taken to hand over"
+            )
+        self.begun.add(layer)
+
+    def attend(self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Store one layer's rows; attention of query [B, H, T, Dk] over all the layer holds: [B, T, H, Dv]."""
+        geometry = self._rows.cache.geometry
+        window = geometry.groups[geometry.layer_place[call.layer][0]].window
+        if call.window_given and call.window != window:
+            raise UnsupportedModelError(f"layer {call.layer} has window {call.window}, its config says {window}")
+        q, k, v = (self.padded.flat(rows.detach()) for rows in (query, key, value))
+        only_padding = not self.padded.kv
+        out = q.new_zeros(0, q.shape[1], v.shape[2]) if only_padding else self._attention.attend(call, q, k, v)
+        padded = self.padded.padded(out)  # [N, H, Dv] -> [B, T, H, Dv]
+        self.done.add(call.layer)
+        return padded
+
+    def gathered(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store one layer's rows; all of it that their queries may see, [B, G, S, Dk] and [B, G, S, Dv]."""
+        geometry = self._rows.cache.geometry
+        group, column = geometry.layer_place[layer]
+        batch, window = self.padded.kv[group], geometry.groups[group].window
+        k, v = self.padded.flat(key.detach()), self.padded.flat(value.detach())
+        store_kv(k, v, batch, column)
+        seal(k, v, batch, column)
+        views = reference.gather(k, v, batch, column, None if window is None else window - 1)
+        keys, values = (torch.stack(rows).to(key.dtype) for rows in zip(*views, strict=True))
+        self.done.add(layer)
+        return keys, values
+
+    def publish(self) -> None:
+        """All layers are done. Token ids of another shape are of another call, and nobody's."""
+        ids = self.token_ids
+        told = ids is not None and ids.shape == (self.padded.num_rows, self.padded.num_new)
+        self._rows.publish(self.padded, ids if told else None)
+        self._rows.cache.discharge(self._view_bytes)
+        self._rows.cache.maintain()
+
+    def abandon(self) -> None:
+        """The pass broke off; the rows are as before it."""
+        self._rows.abandon()
+        self._rows.cache.discharge(self._view_bytes)
+
+
+def _charge_view(rows: BatchRows, num_rows: int, num_new: int) -> int:
+    """Count the largest gathered layer against the limit, and its copy in fp32 while it is made; its bytes."""
+    geometry, columns = rows.cache.geometry, rows.num_columns + num_new
+    most = max(group.elements_per_token // len(group.layers) for group in geometry.groups)
+    num_bytes = num_rows * columns * most * (geometry.full_form.element_bytes + 4)
+    if not rows.cache.charge(num_bytes):
+        raise OutOfMemoryError(
+            f"a gathered view of {columns} tokens in {num_rows} rows needs {num_bytes / 1e6:.1f} MB beside the cache, "
+            f"whose limit is {rows.cache.config.memory_bytes / 1e6:.1f} MB; raise memory=, or load the model with "
+            f'attn_implementation="{ATTENTION_NAME}", which needs none'
+        )
+    return num_bytes
