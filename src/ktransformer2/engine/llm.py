@@ -49,6 +49,7 @@ class LLM:
         `kv`: form of full blocks, auto, full or int8.
         `memory`: the cache's hard limit, such as "4GB", or bytes; auto: 0.8 x what weights and workspace leave.
         `dtype`: what the model computes in, such as "float32".
+        `block_tokens`: tokens of one block, the unit of sharing: 16, 32, 64, 128 or 256.
         `config`: any other field of CacheConfig and EngineConfig.
         Raises: ConfigError, ModelError, OutOfMemoryError.
         """
@@ -121,6 +122,7 @@ class LLM:
         self.engine.maintain()
 
     def stats(self) -> EngineStats:
+        """The counters of all requests so far, as they are now."""
         return self.engine.stats()
 
     # --- the end
