@@ -118,6 +118,25 @@ def test_follow_closes_the_bar_when_the_engine_raises() -> None:
     assert console._live_stack == []  # nothing is drawn any more
 
 
+def test_the_bar_is_closed_before_the_first_text_and_leaves_stdout_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+    live: list[bool] = []
+
+    def write(text: str) -> None:
+        live.append(bool(console._live_stack))
+        print(text, end="")
+
+    chunks = [
+        StreamChunk("r", prefill=(2, 3)),
+        StreamChunk("r", text="a", token_ids=(1,), prefill=(3, 3)),
+        StreamChunk("r", text="b", token_ids=(2,), output=_output()),
+    ]
+    follow(chunks, write, console)
+    assert live == [False, False]
+    assert capsys.readouterr().out == "ab"
+    assert "100 %  3/3" in "".join(lines(console))
+
+
 def _cancelled(text: str) -> RequestOutput:
     return RequestOutput("r", (Completion(0, text, (1,), None, "cancelled"),), Usage(3, 0, 1, 0.1))
 

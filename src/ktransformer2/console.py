@@ -119,9 +119,10 @@ class PrefillBar:
     def _draw(self, done: int, total: int, text: str) -> None:
         if self._progress is None:
             columns = (TextColumn("prefill"), BarColumn(), TextColumn("{task.percentage:>3.0f} %  {task.fields[text]}"))
-            self._progress = Progress(*columns, console=self._console)
+            # What others write is left alone: rich would carry answers from stdout over to stderr.
+            self._progress = Progress(*columns, console=self._console, redirect_stdout=False, redirect_stderr=False)
+            self._task = self._progress.add_task("", total=total, completed=done, text=text)
             self._progress.start()
-            self._task = self._progress.add_task("", total=total, text=text)
         self._progress.update(self._task, completed=done, text=text)
 
 
@@ -168,8 +169,8 @@ def follow(
         for chunk in chunks:
             if chunk.prefill is not None:
                 bar.update(*chunk.prefill)
-            elif chunk.token_ids:
-                bar.finish()
+            if chunk.token_ids:
+                bar.finish()  # before any text: both may be on one screen
             if chunk.text:
                 write(chunk.text)
                 num_written += len(chunk.text)

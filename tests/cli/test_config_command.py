@@ -66,6 +66,8 @@ def test_check(project: Path, tmp_path: Path) -> None:
     assert "No file is read here" in invoke("config", "check").stdout
     project.write_text('memory = "4GB"\nkv = "int8"\n', encoding="utf-8")
     assert invoke("config", "check").stdout == f"{project}: 2 settings, all right\n"
+    files = json.loads(invoke("config", "check", "--json").stdout)["files"]
+    assert files == [{"file": str(project), "settings": ["kv", "memory"]}]
     other = tmp_path / "other.toml"
     other.write_text("grow_factor = 2\n", encoding="utf-8")
     message = failed(invoke("config", "check", other), guard.EXIT_USAGE)

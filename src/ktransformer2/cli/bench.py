@@ -19,6 +19,7 @@ class Bench(StrEnum):
     decode = "decode"
     memory = "memory"
     fidelity = "fidelity"
+    architectures = "architectures"
     status = "status"
 
 

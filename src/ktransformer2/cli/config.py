@@ -101,6 +101,7 @@ def path(as_json: JsonFlag = False) -> None:
 @reported
 def check(
     file: Annotated[Path | None, typer.Argument(help="A TOML file; else every file that is read.", exists=True)] = None,
+    as_json: JsonFlag = False,
 ) -> None:
     """Check the settings; exits with 2 where one is wrong."""
     from ktransformer2 import settings
@@ -111,5 +112,9 @@ def check(
     else:
         settings.resolve()
         sources = [settings.read_file(place) for place in settings.files()]
+    if as_json:
+        rows = [{"file": source.name, "settings": sorted(source.values)} for source in sources]
+        write(json.dumps({"files": rows}, indent=1) + "\n")
+        return
     lines = [f"{source.name}: {len(source.values)} settings, all right\n" for source in sources]
     write("".join(lines) or "No file is read here; `ktransformer config path` says where one may lie.\n")
