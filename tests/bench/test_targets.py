@@ -31,6 +31,7 @@ def test_names_are_unique_and_carry_the_part() -> None:
     names = [target.name for target in TARGETS]
     assert len(set(names)) == len(names)
     assert "1/memory/waste_tokens" in names
+    assert "2/architectures/silently_different" in names
     assert targets_of("decode")["decode_vs_hf_best_8k"].text == ">= 1.5"
     assert targets_of("decode")["ttft_vs_hf_8k"].text == "reported"
 

@@ -239,7 +239,7 @@ def test_the_original_attention_comes_back_for_generate() -> None:
     model = tiny("llama")
     expected = one_by_one(model, PROMPTS, 4)
     served = HFModel(model)
-    with pytest.raises(UnsupportedModelError, match="original_attention"):
+    with pytest.raises(UnsupportedModelError, match="from a cache of this package"):
         one_by_one(model, PROMPTS, 4)
     with served.original_attention() as bare:
         assert one_by_one(bare, PROMPTS, 4) == expected

@@ -83,7 +83,7 @@ def test_two_rows_are_refused() -> None:
 
 
 def test_outside_a_step_there_is_no_attention() -> None:
-    with pytest.raises(UnsupportedModelError, match="original_attention"):
+    with pytest.raises(UnsupportedModelError, match="from a cache of this package"):
         attention(Layer(), Q, K, V)
 
 

@@ -1,11 +1,13 @@
-"""Random models of many families: built in milliseconds, with weights large enough that heads differ."""
+"""Random models of many families, with four layers and settings that matter to a test."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
+
+from ktransformer2.models.tiny import build_random
 
 VOCAB = 211
 
@@ -17,7 +19,6 @@ _COMMON: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
-    "initializer_range": 0.2,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": None,
@@ -58,19 +59,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def tiny(
     family: str, seed: int = 0, dtype: torch.dtype = torch.float32, attention: str | None = "eager", **changes: Any
 ) -> PreTrainedModel:
-    """A seeded random model. GPT-OSS sinks and softcaps are given values that matter."""
-    torch.manual_seed(seed)
+    """A seeded random model."""
     settings = {**_COMMON, **FAMILIES.get(family, {}), **changes}
     if family == "gpt2":
-        settings = {k: v for k, v in settings.items() if k in ("vocab_size", "initializer_range") or k.startswith("n_")}
-    config = AutoConfig.for_model(family, **settings)
-    auto: Any = AutoModelForCausalLM
-    model: PreTrainedModel = auto.from_config(config, attn_implementation=attention).to(dtype).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("sinks"):
-                parameter.normal_(mean=1.0, std=1.0)
-    return model
+        settings = {k: v for k, v in settings.items() if k == "vocab_size" or k.startswith("n_")}
+    return build_random(AutoConfig.for_model(family, **settings), seed, dtype, attention)
 
 
 def one_by_one(model: PreTrainedModel, prompts: list[list[int]], num_new: int) -> list[list[int]]:

@@ -35,14 +35,14 @@ class Answer:
     evidence: int
 
 
-class _Session:
+class Session:
     """One engine over one empty cache, closed at the end."""
 
     def __init__(self, model: CausalModel, cache: CacheConfig, engine: EngineConfig | None = None) -> None:
         self.cache = KVCache(model.geometry, cache, model.fingerprint)
         self.engine = Engine(model, self.cache, config=engine)
 
-    def __enter__(self) -> _Session:
+    def __enter__(self) -> Session:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -188,10 +188,10 @@ class GreedyModes:
         cache.close()
         return [Answer("shift", tuple(answer), delta)]
 
-    def _session(self, cache: CacheConfig | None = None, engine: EngineConfig | None = None) -> _Session:
-        return _Session(self.model, cache or self._full, engine)
+    def _session(self, cache: CacheConfig | None = None, engine: EngineConfig | None = None) -> Session:
+        return Session(self.model, cache or self._full, engine)
 
-    def _one(self, session: _Session, prompt: Sequence[int], **more: int) -> RequestOutput:
+    def _one(self, session: Session, prompt: Sequence[int], **more: int) -> RequestOutput:
         name = session.engine.add(prompt, self._params(**more))
         return session.run()[name]
 

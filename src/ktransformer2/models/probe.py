@@ -195,8 +195,10 @@ def _windows(config: PreTrainedConfig, watch: _Watch) -> dict[int, int | None]:
         if windows[layer] not in watch.mask_windows and (
             watch.mask_windows or (sliding and not seen.call.window_given)
         ):
+            config_says = windows[layer] or "none"
+            masks_say = ", ".join(str(window or "none") for window in watch.mask_windows) or "nothing"
             raise UnsupportedModelError(
-                f"layer {layer} has window {windows[layer]}, but the model asks for masks {watch.mask_windows} only"
+                f"layer {layer}: the config gives it the window {config_says}, the masks it asks for say {masks_say}"
             )
     return windows
 

@@ -36,13 +36,14 @@ head   head_dim global_head_dim swa_head_dim dim_head d_head attention_head_size
 96  intermediate_size_mlp dense_intermediate_size feed_forward_size
 64  hidden_size d_model n_embd embedding_dim emb_dim embedding_size word_embed_proj_dim input_embedding_size
 64  adapter_in_dim adapter_out_dim adapter_input_size output_embedding_size ple_embed_dim hc_lowrank lru_width
-64  pronunciation_embed_dim shape_embed_dim
+64  pronunciation_embed_dim shape_embed_dim original_max_position_embeddings
 32  moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size shared_intermediate_size
 32  expert_ffn_hidden_size moe_shared_expert_intermediate_size prefix_dense_intermediate_size patch_size image_size
 16  v_head_dim attention_head_dim d_kv index_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim
 16  qk_nope_head_dim q_lora_rank kv_lora_rank hidden_size_per_layer_input rel_extent chunk_size mamba_chunk_size
-16  block_size index_block_size
+16  block_size index_block_size query_pre_attn_scalar
 8   qk_rope_head_dim rotary_dim o_lora_rank d_rel
+5   attn_logit_softcapping
 4   num_attention_heads n_head n_heads attention_heads num_heads encoder_attention_heads decoder_attention_heads
 4   swa_num_attention_heads num_encoder_attention_heads num_decoder_attention_heads linear_num_heads
 4   linear_num_value_heads num_experts num_local_experts n_routed_experts moe_num_experts index_topk
@@ -154,6 +155,8 @@ def _shrunk(config: PreTrainedConfig) -> dict[str, Any]:
     for name, value in values.items():
         if isinstance(value, PreTrainedConfig):
             changes[name] = {"model_type": value.model_type, **_shrunk(value)}
+        elif name == "rope_parameters" and value:
+            changes[name] = _small_rope(value)
         elif name in _FIXED:
             changes[name] = _FIXED[name]
         elif ("dropout" in name or "pdrop" in name) and isinstance(value, float):
@@ -163,18 +166,26 @@ def _shrunk(config: PreTrainedConfig) -> dict[str, Any]:
     return {**changes, **_fewer_layers(values)}
 
 
-def _small(name: str, value: object) -> int | None:
+def _small_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """A rope description, or one per layer kind, whose switches lie inside a small model's positions."""
+    return {
+        name: _small_rope(value) if isinstance(value, dict) else _small(name, value) or value
+        for name, value in rope.items()
+    }
+
+
+def _small(name: str, value: object) -> float | None:
     """A setting's small value; None: it is not a size."""
     kind = _KIND_OF.get(name, "")
     if kind == "window":  # also where the default is None: a window that may be there must be served
         return WINDOW
     if name == "num_key_value_heads" and value is None:  # means as many as query heads; fewer show more
         return int(kind)
-    if type(value) is not int:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
     if kind == "head":
         return _HEAD_SIZE if value <= _LARGEST_HEAD_TO_SHRINK else value
-    return min(value, int(kind)) if kind.isdigit() else None
+    return type(value)(min(value, int(kind))) if kind.isdigit() else None
 
 
 def _fewer_layers(values: dict[str, Any]) -> dict[str, Any]:
