@@ -24,6 +24,7 @@ import numpy as np
 from ktransformer2.cache.block import BLOCK, RELEASED, ROWS, SHIFT, BlockTable, next_key, root_key, token_bytes
 from ktransformer2.cache.block_store import BlockStore
 from ktransformer2.cache.explain import Explanation, Lookup, explain
+from ktransformer2.cache.listing import BlockPage, list_blocks
 from ktransformer2.cache.questions import Questions
 from ktransformer2.cache.residency import Residency
 from ktransformer2.cache.sizing import Demand, demand_bytes, longest_tokens, sealed_form
@@ -529,6 +530,11 @@ class KVCache:
     def published_age_s(self) -> float:
         """How old `published` is. Any thread may ask."""
         return self._clock() - self.published.taken_s
+
+    def list_blocks(self, start: int = 0, limit: int = 100) -> BlockPage:
+        """At most `limit` blocks from place `start` on, one by one."""
+        self._check_owner()
+        return list_blocks(self._residency.stores, self._clock(), start, limit)
 
     def ask(self, question: Callable[[KVCache], T]) -> Future[T]:
         """From any thread: the owner calls `question` with this cache in a coming `maintain`; cancel it to withdraw.

@@ -65,10 +65,11 @@ class PrefixIndex:
     def longest_child(self, parent: bytes, tokens: bytes) -> tuple[Block | None, int]:
         """The child of `parent` that shares the most leading tokens with `tokens`, and how many those are."""
         best: tuple[Block | None, int] = (None, 0)
+        better = tokens[:4]  # what a child must begin with to be better: told at once, however many children there are
         for block in self._children.get(parent, {}).values():
-            shared = common_tokens(block.tokens, tokens)
-            if shared > best[1]:
-                best = (block, shared)
+            if better and block.tokens.startswith(better):
+                shared = common_tokens(block.tokens, tokens)
+                best, better = (block, shared), tokens[4 * shared :] and tokens[: 4 * (shared + 1)]
         return best
 
     def check_integrity(self) -> None:

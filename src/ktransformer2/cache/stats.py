@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 AGE_BOUNDS_S = (1, 10, 60, 300, 1800, 7200)
 # Idle ages are taken from at most so many blocks a layer group, every k-th, so that a snapshot costs what it costs
 # however large the cache is.
-_MOST_AGES = 1024
+_MOST_AGES = 256
 _QUANTILES = {"0.5": 0.5, "0.9": 0.9, "1": 1.0}
 
 
