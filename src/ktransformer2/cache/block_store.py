@@ -177,7 +177,8 @@ class BlockStore:
         if not self._arena.charge(page_table_bytes(self.group, rows)):
             return False
         for name in ("page_table", "open_table"):
-            table = torch.zeros(rows, len(self.group.layers), dtype=torch.int64)
+            with torch.inference_mode(False):  # tables outlive the caller's mode, and may be written outside of it
+                table = torch.zeros(rows, len(self.group.layers), dtype=torch.int64)
             table[:kept] = getattr(self, name)[:kept]
             setattr(self, name, table)
         self._arena.discharge(before)

@@ -16,7 +16,8 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -28,21 +29,21 @@ from ktransformer2.cache.kv_cache import KVCache
 from ktransformer2.cache.stats import CacheStats
 from ktransformer2.config import CacheConfig, EngineConfig, parse_bytes
 from ktransformer2.engine.memory_budget import Memory, auto_memory_bytes, most_useful_bytes, workspace_bytes
-from ktransformer2.errors import ConfigError, EngineClosedError, OutOfMemoryError
+from ktransformer2.errors import ConfigError, EngineClosedError, UnsupportedModelError
+from ktransformer2.integrations import generate_call as call
 from ktransformer2.integrations.batch_rows import BatchRows
+from ktransformer2.integrations.prompt_reader import PromptReader
 from ktransformer2.integrations.transformers_cache import DynamicKVCache
-from ktransformer2.models.batch import FlatBatch
 from ktransformer2.models.footprint import ModelFootprint
 from ktransformer2.models.hf import HFModel, cache_keyword
+from ktransformer2.models.probe import text_config
+from ktransformer2.models.registry import quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_CACHE_NAMES = ("cache", "past_key_values")
-# Tensors of a call that have one column per token; with any other the tokens do not say what the keys are.
-_PER_TOKEN = ("input_ids", "position_ids", "cache_position")
-_UNDERSTOOD = frozenset({*_PER_TOKEN, *_CACHE_NAMES, "attention_mask", "logits_to_keep"})
-_attached: weakref.WeakKeyDictionary[Any, Attachment] = weakref.WeakKeyDictionary()
+_WHOLE_PROMPT = 2**31 - 1  # as prefill_chunk_size: prompts are read in chunks here
+_attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,10 @@ def attach(model: PreTrainedModel, *, kv: str = "auto", memory: str | int = "aut
     """From now on `model.generate` uses a cache that outlives the call, until `detach()` or the end of a `with`.
 
     `kv`: auto, full or int8, the form of full blocks. `memory`: the hard limit, such as "8GB"; auto: 0.8 x what the
-    machine has free. `knobs`: any other field of CacheConfig.
-    Raises: ConfigError, OutOfMemoryError, UnsupportedModelError for a model that cannot be served exactly.
+    machine has free. `knobs`: any other field of CacheConfig. Changed weights are noticed (their prefixes are found no
+    more); adapters that are only switched on or off are not: `clear()` then.
+    Raises: ConfigError, OutOfMemoryError, UnsupportedModelError for a model that cannot be served exactly; the model
+    is as it was then.
     """
     return Attachment(model, kv, memory, knobs)
 
@@ -72,29 +75,30 @@ class Attachment:
         values = {"kv": kv, **knobs}
         if memory != "auto":
             values["memory_bytes"] = parse_bytes(memory)
-        config = CacheConfig.load(values)
-        engine = EngineConfig()
-        # The blocks of this cache never leave the process: any name will do for its weights, and costs no hashing.
-        self._model = HFModel(model, weights_hash=os.urandom(32))
-        self._model.restore()
-        if memory == "auto":
-            most = most_useful_bytes(self._model.geometry, engine)
-            workspace = workspace_bytes(ModelFootprint.of(self._model), engine)
-            config = CacheConfig.load(
-                {**values, "memory_bytes": auto_memory_bytes(Memory.measure(), 0, workspace, most)}
-            )
-        self.cache = KVCache(self._model.geometry, config, self._model.fingerprint)
+        CacheConfig.load(values)  # a wrong knob is told before the model is looked at
+        with _left_as_it_was(model):
+            self._model = _taken_in(model)
+            if memory == "auto":
+                values["memory_bytes"] = _auto_bytes(self._model)
+            self.cache = KVCache(self._model.geometry, CacheConfig.load(values), self._model.fingerprint)
+            try:
+                self._hands_its_rows_over()
+            except BaseException:
+                self.cache.close()
+                raise
         self.usage = CallUsage(0, 0)
         self.num_calls = self.num_plain_calls = 0  # plain: run as without this cache
-        self._chunk_tokens = engine.max_step_tokens
         self._lock = threading.RLock()
-        self._lent: list[tuple[weakref.ref[DynamicKVCache], BatchRows]] = []  # caches that callers were given
-        self._drafts = False  # the running call proposes several tokens at once
+        self._left: list[BlockTable] = []  # tables of caches that callers were given and hold no more
+        self._running: _Running | None = None
+        self._weights, self._num_weights = _weights_seen(model), 0
+        self._dtype = model.dtype
         self._closed = False
         self._generate: Any = model.generate
+        self._own_generate: Any = model.__dict__.get("generate")
         self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         model.generate = self._cached_generate  # type: ignore[assignment]  # of this one object
-        _attached[model] = self
+        _attached.add(model)
 
     def stats(self) -> CacheStats:
         """One frozen snapshot of the cache's figures."""
@@ -103,6 +107,7 @@ class Attachment:
     def clear(self) -> int:
         """Forget all prefixes and give their memory back; bytes given back."""
         with self._lock:
+            BatchRows(self.cache, left=self._left).release_left()
             freed = self.cache.clear()
             self.cache.hand_over()
             return freed
@@ -116,7 +121,9 @@ class Attachment:
             self._hook.remove()
             model = self._model.model
             del model.generate
-            del _attached[model]
+            if self._own_generate is not None:
+                model.generate = self._own_generate
+            _attached.discard(model)
             self.cache.close()
 
     def __enter__(self) -> Self:
@@ -135,40 +142,61 @@ class Attachment:
             if self._closed:
                 raise EngineClosedError("the cache was detached while this call waited for it; call generate() again")
             self.num_calls += 1
-            given = next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
-            model = self._model.model
+            values, model = call.named(self._generate, args, kwargs), self._model.model
+            if model.dtype != self._dtype:
+                raise ConfigError(f"the model is {model.dtype} now, it was attached in {self._dtype}; attach it again")
+            given = call.given_cache(values)
             ours = given if isinstance(given, DynamicKVCache) and given.kv is self.cache else None
-            if ours is None and (given is not None or not _leaves_choice(model, kwargs)):
+            if self._running is not None:  # a call inside a call
                 self.num_plain_calls += 1
-                return self._generate(*args, **kwargs)
-            self._take_back()
-            if ours is not None and _brings_everything(ours, args, kwargs):
-                ours.reset()  # its blocks are found again as far as the prompt is the same
-            return self._run(ours or DynamicKVCache.over(model.config, self.cache), args, kwargs)
+                with self._model.original_attention():
+                    return self._generate(**values)
+            if (given is not None and ours is None) or not call.leaves_choice(model, values):
+                self.num_plain_calls += 1
+                return self._generate(**values)
+            return self._run(ours, values)
 
-    def _run(self, cache: DynamicKVCache, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        others = {name: value for name, value in kwargs.items() if name not in _CACHE_NAMES}
+    def _run(self, given: DynamicKVCache | None, values: dict[str, Any]) -> Any:
+        """`given`: a cache of ours that the caller holds; it is the caller's afterwards too, whatever happens."""
+        model = self._model.model
+        cache = given if given is not None else self._new_cache()
+        others = {name: value for name, value in values.items() if name not in call.CACHE_NAMES}
+        if call.setting(model, values, "prefill_chunk_size") is not None:
+            others["prefill_chunk_size"] = _WHOLE_PROMPT
+        self._running = _Running(call.drafts(model, values))
         self.usage = CallUsage(0, 0)
-        self._drafts = any(kwargs.get(n) is not None for n in ("assistant_model", "prompt_lookup_num_tokens"))
+        handed_out = given is not None
         try:
+            if given is not None:
+                self._go_back(given, call.prompt_of(values))
             with self._model.registered_attention():
-                result = self._generate(*args, **others, **{cache_keyword(self._model.model): cache})
-        except BaseException:
-            cache.reset()
-            raise
-        rows = cache.rows
-        if any(getattr(result, name, None) is cache for name in _CACHE_NAMES) and rows is not None:
-            self._lent.append((weakref.ref(cache), rows))
-        elif all(kwargs.get(name) is not cache for name in _CACHE_NAMES):
-            cache.reset()
+                result = self._generate(**others, **{cache_keyword(model): cache})
+            handed_out |= any(getattr(result, name, None) is cache for name in call.CACHE_NAMES)
+        finally:
+            self._running = None
+            if handed_out:
+                cache.abandon()  # only where a pass broke off is there anything to forget
+            else:
+                cache.reset()
         return result
 
-    def _take_back(self) -> None:
-        """Rows of caches that nobody has any more."""
-        for reference, rows in self._lent:
-            if reference() is None:
-                rows.release()
-        self._lent = [(reference, rows) for reference, rows in self._lent if reference() is not None]
+    def _new_cache(self) -> DynamicKVCache:
+        return DynamicKVCache.over(self._model.model.config, BatchRows(self.cache, self._salt(), self._left))
+
+    def _go_back(self, cache: DynamicKVCache, prompt: tuple[torch.Tensor, torch.Tensor | None] | None) -> None:
+        """A caller's cache goes on with its own tokens only; else its blocks are found again as far as they fit."""
+        rows, salt = cache.rows, self._salt()
+        assert rows is not None, "a cache over this one has rows"
+        if prompt is not None and (rows.salt != salt or not rows.are_the_start_of(*prompt)):
+            cache.reset()
+            rows.salt = salt
+
+    def _salt(self) -> bytes:
+        """Other weights, another salt: what they computed is not found by these."""
+        weights = _weights_seen(self._model.model)
+        if weights != self._weights:
+            self._weights, self._num_weights = weights, self._num_weights + 1
+        return self._num_weights.to_bytes(8, "little")
 
     # --- the model's calls
 
@@ -176,167 +204,101 @@ class Attachment:
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Tells the cache the tokens of a call, and takes off the call what the cache has or reads itself."""
-        cache = next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
-        if not isinstance(cache, DynamicKVCache) or cache.kv is not self.cache or args:
+        cache = call.given_cache(kwargs)
+        if not isinstance(cache, DynamicKVCache) or cache.kv is not self.cache or cache.rows is None:
             return None
-        ids = kwargs.get("input_ids")
-        if ids is None or not _tokens_say_all(kwargs):
+        cache.tell(None)
+        rows, real = cache.rows, None if args else call.new_columns(kwargs, cache.rows.num_columns)
+        if real is None or not self._tokens_say_all(cache, kwargs, real):
             return None
-        if cache.batch_size < 0 and cache.is_paged:
-            kwargs = self._reuse(cache, ids, kwargs)
+        held = rows.lengths
+        if cache.is_paged and not held:
+            kwargs = self._reuse(rows, kwargs, real)
+        elif self._running is not None and self._running.reads_prompt:
+            self.usage = CallUsage(sum(held) + int(real.sum()), sum(held))
+        if self._running is not None:
+            self._running.reads_prompt = False
         cache.tell(kwargs["input_ids"])
         return args, kwargs
 
-    def _reuse(self, cache: DynamicKVCache, ids: torch.Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The call without the columns that are read here; as it is where nothing can be taken off."""
-        mask, head = kwargs.get("attention_mask"), ids.shape[1] - self._columns_kept(kwargs)
-        if head <= 0 or (mask is not None and mask.shape != ids.shape):
-            return kwargs
-        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(torch.bool)
-        if not _positions_count(kwargs.get("position_ids"), real):
-            return kwargs
-        rows = cache.rows
+    def _tokens_say_all(self, cache: DynamicKVCache, kwargs: Mapping[str, Any], real: torch.Tensor) -> bool:
+        """Whether the tokens alone decide what the keys of this call's columns are."""
+        rows, geometry = cache.rows, self._model.geometry
         assert rows is not None, "a cache over this one has rows"
+        lengths = rows.lengths or [0] * real.shape[0]
+        if len(lengths) != real.shape[0] or (not cache.is_paged and not bool(real.all())):
+            return False  # the step will refuse it, or a gathered view keeps padding as if it were text
+        if call.first_odd_position(kwargs.get("position_ids"), real, lengths, rows.num_columns):
+            return False
+        longest = max(lengths) + int(real.sum(dim=1).max())
+        return not geometry.shift_refused or longest <= geometry.max_positions  # further on its rotation changes
+
+    def _reuse(self, rows: BatchRows, kwargs: dict[str, Any], real: torch.Tensor) -> dict[str, Any]:
+        """The call without the columns that are read here; as it is where nothing can be taken off."""
+        ids = kwargs["input_ids"]
+        self.usage = CallUsage(int(real.sum()), 0)
+        running = self._running
+        kept = None if running is None else call.columns_kept(self._model.model, kwargs, running.drafts)
+        head = 0 if kept is None else ids.shape[1] - kept
+        if head <= 0:
+            return kwargs
         prompts = [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
-        tables = self._read(prompts, [int(n) for n in real[:, :head].sum(dim=1)], rows.rollback_tokens)
-        rows.adopt(tables, head, None if bool(real[:, :head].all()) else real[:, :head])
+        reader = PromptReader(self._model, rows, EngineConfig().max_step_tokens)
+        tables = reader.read(prompts, [int(n) for n in real[:, :head].sum(dim=1)])
+        rows.adopt(tables, head, real[:, :head])
         self.cache.hand_over()
-        cut = {name: kwargs[name][..., head:] for name in _PER_TOKEN if kwargs.get(name) is not None}
+        self.usage = CallUsage(int(real.sum()), reader.cached_tokens)
+        cut = {name: kwargs[name][..., head:] for name in call.PER_TOKEN if kwargs.get(name) is not None}
         return {**kwargs, **cut}
 
-    def _columns_kept(self, kwargs: Mapping[str, Any]) -> int:
-        """How many of the newest columns the model must compute itself: those whose logits are asked for."""
-        wanted = kwargs.get("logits_to_keep")
-        if isinstance(wanted, int) and wanted > 0:
-            return wanted
-        return 2**31 if self._drafts or wanted is not None else 1  # `generate` looks at the last one only
+    def _hands_its_rows_over(self) -> None:
+        """One token, to see that the model gives the cache's rows to its attention as they are."""
+        rows = BatchRows(self.cache)
+        cache = DynamicKVCache.over(self._model.model.config, rows)
+        with torch.inference_mode(), self._model.registered_attention():
+            self._model.model(input_ids=torch.tensor([[0]]), **{cache_keyword(self._model.model): cache})
+        cache.reset()
+        self.cache.clear()
+        self.cache.hand_over()
 
-    # --- reading prompts
 
-    def _read(self, prompts: Sequence[list[int]], lengths: Sequence[int], rollback_tokens: int) -> list[BlockTable]:
-        """Tables that hold the first `lengths[i]` tokens of every prompt: found, forked from an equal row, or computed.
+@dataclass
+class _Running:
+    """The running `generate`. `drafts`: it verifies several proposed tokens at once."""
 
-        Raises: OutOfMemoryError; nothing is held then.
-        """
-        tables: list[BlockTable] = []
-        equal: dict[tuple[int, ...], BlockTable] = {}
-        pack = _Pack(self)
-        cached = 0
-        try:
-            for prompt, length in zip(prompts, lengths, strict=True):
-                tokens = prompt[:length]
-                twin = equal.get(tuple(tokens))
-                if twin is not None:
-                    pack.compute()
-                    tables.append(self.cache.fork(twin))
-                    cached += length
-                    continue
-                match = self.cache.match(prompt[: length + 1])
-                if pack.would_repeat(match.num_tokens, tokens):
-                    pack.compute()
-                    match = self.cache.match(prompt[: length + 1])
-                table = equal[tuple(tokens)] = self.cache.new_table()
-                tables.append(table)
-                table.rollback_tokens = rollback_tokens
-                if not self.cache.allocate(table, 0, match):
-                    raise self._no_room(lengths)
-                cached += table.num_tokens
-                pack.add(table, tokens)
-            pack.compute()
-        except BaseException:
-            for table in tables:
-                self.cache.release(table)
-            self.cache.hand_over()
-            raise
-        self.usage = CallUsage(sum(map(len, prompts)), cached)
-        return tables
+    drafts: bool
+    reads_prompt: bool = True
 
-    def _no_room(self, lengths: Sequence[int]) -> OutOfMemoryError:
-        need = sum(self.cache.bytes_for(length, self._chunk_tokens) for length in lengths)
-        have = self.cache.config.memory_bytes
-        fits = self.cache.capacity_tokens(self._chunk_tokens)
-        return OutOfMemoryError(
-            f"prompts of {sum(lengths)} tokens in {len(lengths)} rows need {need / 1e6:.1f} MB and memory="
-            f"{have / 1e6:.1f} MB is the limit: one row of up to {fits} tokens fits. Attach with more "
-            "memory=, or with kv='int8'"
+
+@contextmanager
+def _left_as_it_was(model: PreTrainedModel) -> Iterator[None]:
+    """Whatever happens inside, the model has its attention and its training mode back afterwards."""
+    attention: str = text_config(model.config)._attn_implementation
+    training = [module for module in model.modules() if module.training]
+    try:
+        yield
+    finally:
+        with quiet_transformers():
+            model.set_attn_implementation(attention)
+        for module in training:
+            module.training = True
+
+
+def _taken_in(model: PreTrainedModel) -> HFModel:
+    if model.device.type != "cpu":
+        raise UnsupportedModelError(
+            f"the model lies on {model.device}; this version caches in host memory: use model.cpu()"
         )
+    # The blocks of this cache never leave the process: any name will do for its weights, and costs no hashing.
+    return HFModel(model, weights_hash=os.urandom(32))
 
 
-class _Pack:
-    """Rows that are read together: what is missing of each, in chunks of a step's size."""
-
-    def __init__(self, attachment: Attachment) -> None:
-        self._attachment = attachment
-        self._rows: list[tuple[BlockTable, list[int]]] = []
-
-    def add(self, table: BlockTable, tokens: list[int]) -> None:
-        self._rows.append((table, tokens))
-
-    def would_repeat(self, num_cached: int, tokens: list[int]) -> bool:
-        """Whether a row of the pack computes the block that comes next in `tokens`: then it is better waited for."""
-        size = self._attachment.cache.config.block_tokens
-        place = num_cached // size * size
-        block = tokens[: place + size]
-        return len(block) == place + size and any(row[: place + size] == block for _, row in self._rows)
-
-    def compute(self) -> None:
-        """All rows are read. Side effects: full blocks are published; the pack is empty."""
-        cache, chunk = self._attachment.cache, self._attachment._chunk_tokens
-        while todo := [(table, tokens) for table, tokens in self._rows if table.num_tokens < len(tokens)]:
-            step: list[tuple[BlockTable, list[int]]] = []
-            room = chunk
-            for table, tokens in todo:
-                new = tokens[table.num_tokens : table.num_tokens + room]
-                if new:
-                    if not cache.allocate(table, len(new)):
-                        raise self._attachment._no_room([len(tokens) for _, tokens in self._rows])
-                    step.append((table, new))
-                    room -= len(new)
-            self._forward(step)
-            cache.maintain()
-        self._rows = []
-
-    def _forward(self, step: Sequence[tuple[BlockTable, list[int]]]) -> None:
-        cache = self._attachment.cache
-        ids = torch.tensor([token for _, new in step for token in new])
-        positions = torch.cat([torch.arange(t.next_position, t.next_position + len(new)) for t, new in step])
-        kv = cache.prepare([(table, len(new)) for table, new in step])
-        self._attachment._model.forward(FlatBatch(ids, positions, kv, torch.tensor([len(ids) - 1])))
-        for table, new in step:
-            cache.publish(table, new)
+def _auto_bytes(model: HFModel) -> int:
+    engine = EngineConfig()
+    workspace = workspace_bytes(ModelFootprint.of(model), engine)
+    return auto_memory_bytes(Memory.measure(), 0, workspace, most_useful_bytes(model.geometry, engine))
 
 
-def _leaves_choice(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> bool:
-    """Whether this call of `generate` would make a DynamicCache itself, and asks for nothing that pages cannot give."""
-    configs = (kwargs.get("generation_config"), model.generation_config)
-
-    def setting(name: str) -> Any:
-        if kwargs.get(name) is not None:
-            return kwargs[name]
-        return next((value for c in configs if (value := getattr(c, name, None)) is not None), None)
-
-    return setting("use_cache") is not False and not any(
-        (setting("cache_implementation"), setting("output_attentions"), kwargs.get("inputs_embeds") is not None)
-    )
-
-
-def _brings_everything(cache: DynamicKVCache, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call that goes on with `cache` brings all tokens from the first on, as transformers tells it."""
-    ids = next((x for x in (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids")) if x is not None), None)
-    if ids is None or cache.batch_size < 0:
-        return False
-    mask = kwargs.get("attention_mask")
-    return ids.shape[1] > cache.get_seq_length() if mask is None else bool(mask.shape[1] == ids.shape[1])
-
-
-def _tokens_say_all(kwargs: Mapping[str, Any]) -> bool:
-    """Whether nothing but tokens decides what this call's keys and values are."""
-    return all(name in _UNDERSTOOD for name, value in kwargs.items() if isinstance(value, torch.Tensor))
-
-
-def _positions_count(positions: torch.Tensor | None, real: torch.Tensor) -> bool:
-    """Whether every row's real tokens stand at 0, 1, 2, ..."""
-    counted = real.long().cumsum(dim=1) - 1  # [B, T]
-    if positions is None:
-        positions = torch.arange(real.shape[1])[None]
-    return positions.ndim == 2 and bool(((positions == counted) | ~real).all())
+def _weights_seen(model: torch.nn.Module) -> int:
+    """A number that changes when a weight is exchanged, or written to in place as optimizers and loaders do."""
+    return hash(tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()))

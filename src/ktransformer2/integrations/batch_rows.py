@@ -118,7 +118,7 @@ class BatchRows:
         Raises: OutOfMemoryError, RequestError where the batch has another size; nothing has changed.
         """
         self.release_left()
-        tables = self.tables or [self._new_table() for _ in range(num_rows)]
+        tables = self.tables or [self.new_table() for _ in range(num_rows)]
         if len(tables) != num_rows:
             raise RequestError(
                 f"the cache holds {len(tables)} rows and was called with a batch of {num_rows}; use one cache for one "
@@ -159,11 +159,28 @@ class BatchRows:
 
     # --- rows and columns
 
+    def new_table(self) -> BlockTable:
+        """An empty table, as the rows have them."""
+        table = self.cache.new_table(self.salt)
+        table.rollback_tokens = self.rollback_tokens
+        return table
+
     def adopt(self, tables: Sequence[BlockTable], num_columns: int, real: torch.Tensor | None) -> None:
         """Take these tables as the rows of an empty batch, `real` bool [B, num_columns] (None: no padding)."""
         assert not self.tables, f"{len(self.tables)} rows are there already"
         self.tables = list(tables)
         self._append_columns(num_columns, real)
+
+    def are_the_start_of(self, ids: torch.Tensor, mask: torch.Tensor | None) -> bool:
+        """Whether every row holds the first tokens of its row of ids [B, T], and at least one of them is left."""
+        count = self.num_columns
+        if len(self.tables) != ids.shape[0] or count >= ids.shape[1]:
+            return False
+        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(torch.bool)
+        if not (bool(real[:, :count].all()) if self._real is None else torch.equal(real[:, :count], self._real)):
+            return False
+        held = [row[keep].tolist() for row, keep in zip(ids[:, :count], real[:, :count], strict=True)]
+        return all(table.tokens.tolist() == tokens for table, tokens in zip(self.tables, held, strict=True))
 
     def select(self, rows: Sequence[int]) -> None:
         """Row i becomes what row `rows[i]` was. Copies share their blocks until one of them goes on.
@@ -246,11 +263,6 @@ class BatchRows:
             self.cache.release(self._left.pop())
 
     # --- inside
-
-    def _new_table(self) -> BlockTable:
-        table = self.cache.new_table(self.salt)
-        table.rollback_tokens = self.rollback_tokens
-        return table
 
     def _undo(self, table: BlockTable) -> None:
         """Forget a step that was allocated; a table that held nothing before holds nothing, charged bytes included."""

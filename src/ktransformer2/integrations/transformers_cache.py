@@ -72,7 +72,7 @@ class DynamicKVCache(Cache):
         super().__init__(layers=[_Layer(self, i, self._windows.get(i)) for i in range(max(self._windows) + 1)])
         self._shared = False
         self._rows: BatchRows | None = None  # from the first call on, when the dtype is known
-        self._leaving: weakref.finalize[[], Self] | None = None
+        self._leaving: weakref.finalize[[], DynamicKVCache] | None = None
         self._step: ForwardStep | None = None
         self._mask: torch.Tensor | None = None  # bool [B, columns], of the coming step
         self._token_ids: torch.Tensor | None = None  # [B, T], of the coming step
@@ -161,7 +161,7 @@ class DynamicKVCache(Cache):
             found = step.gathered(layer_idx, key_states, value_states)
             self._finish_layer(step)
         except BaseException:
-            self._abandon()
+            self.abandon()
             raise
         return found
 
@@ -174,12 +174,12 @@ class DynamicKVCache(Cache):
             out = step.attend(call, query, key, value)
             self._finish_layer(step)
         except BaseException:
-            self._abandon()
+            self.abandon()
             raise
         return out
 
     def _begin(self, key: torch.Tensor) -> ForwardStep:
-        self._abandon()  # what a call that broke off has left
+        self.abandon()  # what a call that broke off has left
         mask, self._mask = self._mask, None
         rows, paged = self._rows_for(key), self.is_paged
         num_rows, num_new = key.shape[0], key.shape[2]
@@ -198,7 +198,8 @@ class DynamicKVCache(Cache):
             step.publish()
             self._hand_over()
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
+        """Forget a forward pass that broke off. The next one does so too; here the memory it took goes back at once."""
         step, self._step = self._step, None
         if step is not None:
             step.abandon()
@@ -238,7 +239,7 @@ class DynamicKVCache(Cache):
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): give a negative number, that of the tokens to remove")
-        self._abandon()
+        self.abandon()
         if tokens_to_remove and self._rows is not None and len(self._rows):
             try:
                 self._rows.crop(-tokens_to_remove)
@@ -247,7 +248,7 @@ class DynamicKVCache(Cache):
 
     def reset(self) -> None:
         """No tokens any more; the memory goes back, but for what a shared cache keeps for others."""
-        self._abandon()
+        self.abandon()
         self._mask = self._token_ids = None
         if self._rows is not None:
             self._rows.release()
@@ -271,7 +272,7 @@ class DynamicKVCache(Cache):
         self._select([row for row in range(max(self.batch_size, 0)) for _ in range(repeats)])
 
     def _select(self, rows: Sequence[int]) -> None:
-        self._abandon()
+        self.abandon()
         if self._rows is not None and len(self._rows):
             try:
                 self._rows.select(rows)
@@ -286,7 +287,7 @@ class DynamicKVCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Another cache with the same tokens: rows share their blocks until one goes on. The limit is shared too."""
-        self._abandon()
+        self.abandon()
         other = type(self).__new__(type(self))
         memo[id(self)] = other
         other._build(self._config, self._groups, self._cache_config)
