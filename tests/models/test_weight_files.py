@@ -15,7 +15,7 @@ import pytest
 from safetensors import safe_open
 
 from ktransformer2.errors import ModelFileError
-from ktransformer2.models.weight_files import check_gguf, check_safetensors, checked_weights
+from ktransformer2.models.weight_files import check_gguf, checked_weights, stored_tensors
 
 MAX_CHECK_BYTES = 4_000_000
 
@@ -47,7 +47,7 @@ def write(tmp_path: Path) -> Any:
 
 
 def test_a_whole_safetensors_file_passes(write: Any) -> None:
-    check_safetensors(write(safetensors_bytes(GOOD, 32)))
+    stored_tensors(write(safetensors_bytes(GOOD, 32)))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_whole_safetensors_file_passes(write: Any) -> None:
 )
 def test_a_broken_safetensors_file_says_what_is_wrong(write: Any, content: bytes, reason: str) -> None:
     with pytest.raises(ModelFileError, match=reason):
-        check_safetensors(write(content))
+        stored_tensors(write(content))
 
 
 def gguf_bytes(path: Path) -> bytes:
@@ -174,7 +174,7 @@ def test_mutated_headers_pass_or_raise_the_one_error(write: Any, good_gguf: byte
         for seed in range(600):
             path = write(mutated(good, random.Random(seed), header_bytes), f"model.{kind}")
             try:
-                check_gguf(path) if kind == "gguf" else check_safetensors(path)
+                check_gguf(path) if kind == "gguf" else stored_tensors(path)
             except ModelFileError:
                 refused += 1
                 continue

@@ -70,6 +70,7 @@ memory    step_p99_over_p50_vs_control       <= 1.5
 _PART_2 = """
 architectures served_architectures           >= 60
 architectures silently_different             == 0
+plan          plan_error                     <= 0.05
 """
 
 

@@ -21,6 +21,7 @@ from ktransformer2.cli.demo import demo
 from ktransformer2.cli.doctor import doctor
 from ktransformer2.cli.guard import EXIT_INTERRUPTED
 from ktransformer2.cli.models import models
+from ktransformer2.cli.plan import plan
 from ktransformer2.cli.run import run
 
 app = typer.Typer(
@@ -49,7 +50,7 @@ def options(
     """A dynamic KV cache for transformers: memory that follows the text."""
 
 
-for command in (run, chat, demo, doctor, bench):
+for command in (run, chat, plan, demo, doctor, bench):
     app.command()(command)
 app.add_typer(models, name="models")
 app.add_typer(config, name="config")

@@ -20,6 +20,7 @@ class Bench(StrEnum):
     memory = "memory"
     fidelity = "fidelity"
     architectures = "architectures"
+    plan = "plan"
     status = "status"
 
 

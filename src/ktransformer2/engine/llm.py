@@ -25,6 +25,7 @@ from ktransformer2.engine.memory_budget import Memory, auto_memory_bytes, most_u
 from ktransformer2.engine.outputs import EngineStats, RequestOutput, StreamChunk
 from ktransformer2.engine.sampling import SamplingParams
 from ktransformer2.errors import ConfigError, EmptyPromptError, RequestError
+from ktransformer2.models.footprint import ModelFootprint
 from ktransformer2.models.loading import LoadedModel, load_model
 
 Prompt = str | Sequence[int]
@@ -56,8 +57,9 @@ class LLM:
         cache_config, self.engine_config = _configs(kv=kv, memory=memory, block_tokens=block_tokens, **config)
         before = Memory.measure()
         if isinstance(model, LoadedModel):
-            loaded = model  # its weights are in memory already, and are taken off again below
-            before = dataclasses.replace(before, available_bytes=before.available_bytes + loaded.model.weight_bytes)
+            loaded = model  # what it takes is taken already, and is taken off again below
+            there = loaded.model.weight_bytes + ModelFootprint.of(loaded.model).vocabulary_bytes
+            before = dataclasses.replace(before, available_bytes=before.available_bytes + there)
         else:
             loaded = load_model(model, dtype=dtype)
         if memory == "auto":
@@ -242,7 +244,7 @@ def _configs(memory: str | int, **values: Any) -> tuple[CacheConfig, EngineConfi
 
 def _auto_bytes(before: Memory, loaded: LoadedModel, config: EngineConfig) -> int:
     model = loaded.model
-    workspace = workspace_bytes(model.vocab_size, config)
+    workspace = workspace_bytes(ModelFootprint.of(model), config)
     return auto_memory_bytes(before, model.weight_bytes, workspace, most_useful_bytes(model.geometry, config))
 
 

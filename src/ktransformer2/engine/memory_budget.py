@@ -1,12 +1,13 @@
 """How much memory `memory="auto"` is: 0.8 x (min(cgroup limit, available) - weights - workspace), within bounds.
 
-The rule is pure; two small readers ask the system. Knows no cache.
+The rules are pure, and `plan` uses the same; two small readers ask the system. Knows no cache.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -14,11 +15,12 @@ from ktransformer2.config import EngineConfig
 from ktransformer2.errors import OutOfMemoryError
 from ktransformer2.layout import ModelGeometry
 
+if TYPE_CHECKING:
+    from ktransformer2.models.footprint import ModelFootprint
+
 _SHARE = 0.8
 # Below this a cache holds no useful prompt of any real model; better said at the start than at the first request.
 _MIN_BYTES = 16 * 2**20
-# What a forward step needs beside its weights, as far as it does not grow with the vocabulary.
-_FORWARD_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -32,28 +34,39 @@ class Memory:
     def measure(cls) -> Memory:
         return cls(int(psutil.virtual_memory().available), cgroup_limit_bytes())
 
+    @property
+    def usable_bytes(self) -> int:
+        limit = self.cgroup_limit_bytes
+        return self.available_bytes if limit is None else min(self.available_bytes, limit)
+
 
 def auto_memory_bytes(memory: Memory, weight_bytes: int, workspace_bytes: int, most_bytes: int) -> int:
     """The cache's limit in bytes, at most what it could ever use.
 
     Raises: OutOfMemoryError when nothing useful is left.
     """
-    have = memory.available_bytes
-    if memory.cgroup_limit_bytes is not None:
-        have = min(have, memory.cgroup_limit_bytes)
-    budget = int(_SHARE * (have - weight_bytes - workspace_bytes))
+    budget = spare_bytes(memory, weight_bytes, workspace_bytes)
     if budget < _MIN_BYTES:
         raise OutOfMemoryError(
-            f"memory='auto' finds {have / 1e6:.0f} MB, of which weights take {weight_bytes / 1e6:.0f} and workspace "
-            f"{workspace_bytes / 1e6:.0f} MB: {max(0, budget) / 1e6:.0f} MB for the cache, at least "
-            f"{_MIN_BYTES / 1e6:.0f} are needed. Free memory, take a smaller model, or name memory= yourself"
+            f"memory='auto' finds {memory.usable_bytes / 1e6:.0f} MB, of which weights take {weight_bytes / 1e6:.0f} "
+            f"and workspace {workspace_bytes / 1e6:.0f} MB: {budget / 1e6:.0f} MB for the cache, at least "
+            f"{_MIN_BYTES / 1e6:.0f} are needed. Free memory, take a smaller model, or name memory= yourself; "
+            "`ktransformer plan MODEL` shows what it needs"
         )
     return min(budget, most_bytes)
 
 
-def workspace_bytes(vocab_size: int, config: EngineConfig) -> int:
-    """Activations of a step, and logits with their copies while sampling (fp32 and fp64)."""
-    return _FORWARD_BYTES + config.max_num_sequences * vocab_size * (4 + 8)
+def spare_bytes(memory: Memory, weight_bytes: int, workspace_bytes: int) -> int:
+    """The share of what weights and workspace leave; 0: they leave nothing."""
+    return max(0, int(_SHARE * (memory.usable_bytes - weight_bytes - workspace_bytes)))
+
+
+def workspace_bytes(footprint: ModelFootprint, config: EngineConfig, num_rows: int | None = None) -> int:
+    """Activations and logits of the largest step, and the tokenizer. `num_rows`: all tokens there are, if that is less
+    than a step takes.
+    """
+    rows = config.max_step_tokens if num_rows is None else min(num_rows, config.max_step_tokens)
+    return footprint.step_bytes(rows, config.max_num_sequences) + footprint.vocabulary_bytes
 
 
 def most_useful_bytes(geometry: ModelGeometry, config: EngineConfig) -> int:

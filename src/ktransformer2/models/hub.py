@@ -18,12 +18,14 @@ from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
+    NotASafetensorsRepoError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
 
-from ktransformer2.errors import ModelError, ModelNotFoundError
+from ktransformer2.errors import ModelError, ModelFileError, ModelNotFoundError, NotReachableError
+from ktransformer2.models.weight_files import StoredTensor
 
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 _UNWANTED = ["original/*", "consolidated*", "onnx/*", "*/*"]
@@ -61,6 +63,24 @@ def fetch(repo_id: str, revision: str | None = None, offline: bool | None = None
         raise _explained(error, repo_id, revision, bool(offline)) from error
 
 
+def stored_tensors(repo_id: str, revision: str | None = None) -> list[StoredTensor]:
+    """What the safetensors files of a hub model hold; of each only the header is fetched, nothing is kept.
+
+    Raises ModelError, as `fetch`, also where the model has no safetensors.
+    """
+    try:
+        found = HfApi(endpoint=endpoint()).get_safetensors_metadata(repo_id, revision=revision)
+    except NotASafetensorsRepoError as error:
+        raise ModelFileError(f"{repo_id}: holds no safetensors; name a GGUF file, or another model") from error
+    except Exception as error:
+        raise _explained(error, repo_id, revision, offline=False) from error
+    return [
+        StoredTensor(*tensor.data_offsets, name, tensor.dtype, tuple(tensor.shape))
+        for file in found.files_metadata.values()
+        for name, tensor in file.tensors.items()
+    ]
+
+
 def _explained(error: Exception, repo_id: str, revision: str | None, offline: bool) -> ModelError:
     """The typed error for what huggingface_hub raised."""
     cause = error
@@ -81,8 +101,10 @@ def _explained(error: Exception, repo_id: str, revision: str | None, offline: bo
         case HFValidationError():
             return ModelNotFoundError(f"{repo_id!r} is neither a path nor a hub name (owner/name)")
         case LocalEntryNotFoundError() | OfflineModeIsEnabled():
-            why = "offline was asked for" if offline or constants.HF_HUB_OFFLINE else f"{endpoint()} cannot be reached"
-            return ModelError(
+            not_asked = offline or constants.HF_HUB_OFFLINE
+            why = "offline was asked for" if not_asked else f"{endpoint()} cannot be reached"
+            kind = ModelError if not_asked else NotReachableError
+            return kind(
                 f"{repo_id} is not on this machine and {why}; connect, or name a model folder or a GGUF file{_cached()}"
             )
         case EntryNotFoundError():

@@ -10,6 +10,7 @@ import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
@@ -86,6 +87,18 @@ def computes_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 def locate(name: str, revision: str | None = None, offline: bool | None = None) -> Path:
     """The folder or GGUF file that `name` means. Side effect: downloads. Raises ModelNotFoundError, ModelError."""
+    place = local_place(name)
+    if place is not None:
+        return place
+    repo_id, file = hub_place(name)
+    return hub.fetch(repo_id, revision, offline, file=file)
+
+
+def local_place(name: str) -> Path | None:
+    """The folder or GGUF file on this machine that `name` means; None: it is a name on the hub.
+
+    Raises ModelNotFoundError for what is neither, ModelFileError for a file that is no model.
+    """
     path = Path(name)
     if name.startswith("~"):
         try:
@@ -96,12 +109,18 @@ def locate(name: str, revision: str | None = None, offline: bool | None = None) 
         return path
     if path.is_file():
         return _model_file(path)
-    if found := _HUB_GGUF.fullmatch(name):
-        return hub.fetch(found[1], revision, offline, file=found[2])
+    if _HUB_GGUF.fullmatch(name):
+        return None
     looks_like_path = name.startswith((".", "/", "~")) or path.suffix in (".gguf", ".safetensors", *PICKLED_SUFFIXES)
     if looks_like_path or not _HUB_NAME.fullmatch(name):
         raise ModelNotFoundError(f"no file or folder {name!r}{_near(path)}")
-    return hub.fetch(name, revision, offline)
+    return None
+
+
+def hub_place(name: str) -> tuple[str, str | None]:
+    """(repository, file) of a name on the hub; without a file it is the model folder."""
+    found = _HUB_GGUF.fullmatch(name)
+    return (found[1], found[2]) if found else (name, None)
 
 
 def _model_file(path: Path) -> Path:
@@ -128,26 +147,33 @@ def _near(path: Path) -> str:
 def _load_folder(folder: Path, dtype: torch.dtype, source: str) -> LoadedModel:
     weights = checked_weights(folder)
     with quiet_transformers():
-        config = _read_config(folder)
-        refuse_unservable(config)
-        if named := getattr(config, "transformers_weights", None):  # read instead of the files that were checked
-            raise ModelFileError(
-                f"{folder}: config.json names the weights {named!r} (transformers_weights); take the entry out and "
-                "call the file model.safetensors"
-            )
+        config = read_config(folder)
         model = read_weights(folder, dtype, config=config)
         tokenizer = _read_tokenizer(folder)
     return LoadedModel(HFModel(model, hash_files(weights, hash_memory())), tokenizer, source)
 
 
-def _read_config(folder: Path) -> PreTrainedConfig:
+def read_config(folder: Path, **settings: Any) -> PreTrainedConfig:
+    """The config of a model that can be served. `settings` go to `from_pretrained`.
+
+    Raises UnsupportedModelError, and ModelFileError where it cannot be read or names other weights.
+    """
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with quiet_transformers():
+            config: PreTrainedConfig = AutoConfig.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False, **settings
+            )
     except (ValueError, KeyError) as error:  # an unknown model_type, or one whose code would have to be run
         first = str(error).strip().splitlines()[0]
         raise UnsupportedModelError(f"{folder}: transformers does not know this model ({first})") from error
     except Exception as error:  # strict configs raise their own kinds
         raise ModelFileError(f"{folder / 'config.json'}: cannot be read ({type(error).__name__}: {error})") from error
+    refuse_unservable(config)
+    if named := getattr(config, "transformers_weights", None):  # read instead of the files that were checked
+        raise ModelFileError(
+            f"{folder}: config.json names the weights {named!r} (transformers_weights); take the entry out and "
+            "call the file model.safetensors"
+        )
     return config
 
 

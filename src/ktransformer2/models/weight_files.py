@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -39,8 +39,25 @@ _MAX_GGUF_NESTING = 4
 _MAX_GGUF_DIMENSIONS = 4
 
 
-def check_safetensors(path: Path) -> None:
-    """Raises ModelFileError unless the header of a safetensors file describes exactly the bytes that are there."""
+class StoredTensor(NamedTuple):
+    """A tensor of a safetensors file, as its header describes it. `dtype` as there, such as BF16."""
+
+    begin: int
+    end: int
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.begin
+
+
+def stored_tensors(path: Path) -> list[StoredTensor]:
+    """What a safetensors file holds, in its order; only the header is read.
+
+    Raises ModelFileError unless the header describes exactly the bytes that are there.
+    """
     size = path.stat().st_size
     if size < 8:
         raise ModelFileError(f"{path}: {size} bytes are too few for a safetensors file; download it again")
@@ -51,16 +68,19 @@ def check_safetensors(path: Path) -> None:
                 f"{path}: the header says it has {length} bytes, the file has {size}; download it again"
             )
         header = _parse_header(path, file.read(length))
-    spans = sorted(_tensor_spans(path, header))
+    tensors = sorted(_described(path, header))
     at = 0
-    for begin, end, name in spans:
-        if begin != at:
-            raise ModelFileError(f"{path}: tensor {name!r} begins at byte {begin} of the data, expected {at}")
-        at = end
+    for tensor in tensors:
+        if tensor.begin != at:
+            raise ModelFileError(
+                f"{path}: tensor {tensor.name!r} begins at byte {tensor.begin} of the data, expected {at}"
+            )
+        at = tensor.end
     if at != size - 8 - length:
         raise ModelFileError(
             f"{path}: the tensors need {at} bytes, the file has {size - 8 - length} (truncated?); download it again"
         )
+    return tensors
 
 
 def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
@@ -83,8 +103,8 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _tensor_spans(path: Path, header: dict[str, Any]) -> Iterator[tuple[int, int, str]]:
-    """(begin, end, name) of every tensor; its shape and type agree with its bytes."""
+def _described(path: Path, header: dict[str, Any]) -> Iterator[StoredTensor]:
+    """Every tensor; its shape and type agree with its bytes."""
     for name, tensor in header.items():
         if name == "__metadata__":
             continue
@@ -109,7 +129,7 @@ def _tensor_spans(path: Path, header: dict[str, Any]) -> Iterator[tuple[int, int
         needed = prod(shape) * _SAFETENSORS_BYTES[kind]
         if span[1] - span[0] != needed:
             raise ModelFileError(f"{path}: tensor {name!r} has bytes {span}, {kind} {shape} needs {needed}")
-        yield span[0], span[1], name
+        yield StoredTensor(span[0], span[1], name, kind, tuple(shape))
 
 
 @dataclass
@@ -240,7 +260,7 @@ def checked_weights(folder: Path) -> list[Path]:
     for path in weights:
         if not path.is_file():
             raise ModelFileError(f"{path}: is named by {_INDEX} but missing; download the model again")
-        check_safetensors(path)
+        stored_tensors(path)
     return weights
 
 
