@@ -7,13 +7,15 @@
     │   └── ContextLengthError the prompt is longer than the model or the memory can hold
     ├── ModelError             a model cannot be loaded or served
     │   ├── ModelNotFoundError
+    │   ├── NotReachableError  it lies behind a network that does not answer
     │   ├── ModelFileError     a weight file is broken or truncated
     │   └── UnsupportedModelError
     ├── OutOfMemoryError       the memory limit cannot hold what was asked (also a MemoryError)
     ├── NumericsError          the model produced NaN or infinite logits
     ├── OwnershipError         a second thread, or a child after fork, touched the cache
     ├── QueueFullError         the bounded queue has no place
-    └── EngineClosedError      used after close()
+    ├── EngineClosedError      used after close()
+    └── NoServerError          no server answers where one was asked
 
 A message says what, what was got, what is allowed, and what to do. Running short of room inside a step is
 never an exception: `KVCache.allocate` returns False and the scheduler waits or preempts.
@@ -50,6 +52,10 @@ class ModelNotFoundError(ModelError):
     """No folder, file, or hub repository of that name."""
 
 
+class NotReachableError(ModelError):
+    """The model is not on this machine, and what has it does not answer."""
+
+
 class ModelFileError(ModelError):
     """A weight file is broken, truncated, or not what it says it is."""
 
@@ -76,3 +82,7 @@ class QueueFullError(KTransformerError):
 
 class EngineClosedError(KTransformerError, RuntimeError):
     """The engine was closed."""
+
+
+class NoServerError(KTransformerError):
+    """No server answers at that address; the message says how to start one."""

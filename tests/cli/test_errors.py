@@ -43,3 +43,10 @@ def test_unknown_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "ktransformer.toml").write_text("growth_facter = 2\n", encoding="utf-8")
     message = failed(invoke("config", "show"), guard.EXIT_USAGE)
     assert_as_before("error-unknown-setting", message.replace(str(tmp_path), "PROJECT") + "\n")
+
+
+def test_a_hub_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    message = failed(invoke("run", "nobody/no-such-model", "-p", "x"), guard.EXIT_NOT_REACHABLE)
+    known = message.partition("; downloaded before")[0]  # what the hub's library holds on this machine
+    assert_as_before("error-not-reachable", known + "\n")

@@ -30,7 +30,14 @@ def reported(command: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(command)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
-        from ktransformer2.errors import ConfigError, ContextLengthError, KTransformerError, OutOfMemoryError
+        from ktransformer2.errors import (
+            ConfigError,
+            ContextLengthError,
+            KTransformerError,
+            NoServerError,
+            NotReachableError,
+            OutOfMemoryError,
+        )
 
         try:
             command(*args, **kwargs)
@@ -38,6 +45,8 @@ def reported(command: Callable[P, None]) -> Callable[P, None]:
             fail(str(error), EXIT_USAGE)
         except (OutOfMemoryError, ContextLengthError) as error:
             fail(str(error), EXIT_DOES_NOT_FIT)
+        except (NoServerError, NotReachableError) as error:
+            fail(str(error), EXIT_NOT_REACHABLE)
         except KTransformerError as error:
             fail(str(error), EXIT_FAILED)
         except KeyboardInterrupt:
