@@ -24,7 +24,6 @@ def test_importing_the_package_imports_no_torch() -> None:
 
 
 def test_every_exported_name_is_found() -> None:
-    assert dir(ktransformer2) == sorted(ktransformer2.__all__)
     for name in ktransformer2.__all__:
         assert getattr(ktransformer2, name) is not None
 
