@@ -24,6 +24,7 @@ from ktransformer2.cache.kv_cache import KVCache
 from ktransformer2.cache.stats import CacheStats
 from ktransformer2.engine.outputs import Completion, EngineStats, TokenLogprob, Usage
 from ktransformer2.integrations.attach import Attachment, CallUsage
+from tests.conftest import REPOSITORY
 
 MARK = "<!-- From here on written by UPDATE_SNAPSHOTS=1 pytest tests/test_api.py, out of the docstrings. -->\n"
 _ANSWERS = (k.RequestOutput, Completion, Usage, Explanation, TokenLogprob, k.StreamChunk, EngineStats)
@@ -83,13 +84,13 @@ def is_shown(name: str, members: Collection[str] | None) -> bool:
 
 
 def _formatted(blocks: list[str]) -> list[str]:
-    command = [sys.executable, "-m", "ruff", "format", "--line-length", "100", "--stdin-filename", "api.pyi", "-"]
-    done = subprocess.run(command, input=_CUT.join(blocks), capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "ruff", "format", "--stdin-filename", "api.pyi", "-"]
+    done = subprocess.run(command, cwd=REPOSITORY, input=_CUT.join(blocks), capture_output=True, text=True, check=True)
     return [block.strip() for block in done.stdout.split(_CUT.strip())]
 
 
 def _fenced(code: str) -> str:
-    return f"```python\n{code}\n```\n"
+    return f"```pyi\n{code}\n```\n"
 
 
 def _settings(config: type[Any]) -> str:
