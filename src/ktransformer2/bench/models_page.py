@@ -47,8 +47,9 @@ Every model type of `AutoModelForCausalLM` in transformers {transformers} (torch
 sizes shrunk, structure kept, windows of 16 tokens. `python -m ktransformer2.bench.architectures > docs/models.md` makes
 this page, and a test compares it with a new run.
 
-- **Served**: {served}. The 40 greedy tokens after prompts of 150 and 117 are those of `generate` with `DynamicCache` in
-  fp32, from one ragged batch and again from cached blocks; so is the distance of the two best logits at every token.
+- **Served**: {served}. The 40 greedy tokens after prompts of 150 and 117 are those of
+  `generate` with `DynamicCache` in fp32, from one ragged batch and again from cached blocks; so is the distance of the
+  two best logits at every token.
 - **Refused**: {refused}. A typed error (`UnsupportedModelError`) while loading, never a wrong answer.
 - Answered differently: {different}. Not made by transformers itself: {not_built}.
 
