@@ -594,6 +594,11 @@ class KVCache:
         """The caller's bytes are gone."""
         self._arena.discharge(num_bytes)
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called. Any thread may ask."""
+        return self._closed
+
     def close(self) -> None:
         """Give everything back. Tables made by this cache must not be used afterwards."""
         if not self._closed:

@@ -7,19 +7,17 @@ no torch.
 
 from __future__ import annotations
 
-import io
-import os
-import sys
 from typing import Annotated
 
 import typer
 
 from ktransformer2.cli.bench import bench
+from ktransformer2.cli.cache import cache
 from ktransformer2.cli.chat import chat
 from ktransformer2.cli.config import config
 from ktransformer2.cli.demo import demo
 from ktransformer2.cli.doctor import doctor
-from ktransformer2.cli.guard import EXIT_INTERRUPTED
+from ktransformer2.cli.guard import start
 from ktransformer2.cli.models import models
 from ktransformer2.cli.plan import plan
 from ktransformer2.cli.run import run
@@ -52,17 +50,11 @@ def options(
 
 for command in (run, chat, plan, demo, doctor, bench):
     app.command()(command)
+app.add_typer(cache, name="cache")
 app.add_typer(models, name="models")
 app.add_typer(config, name="config")
 
 
 def main() -> None:
     """The entry point of the `ktransformer` command."""
-    if sys.stdout is None:  # closed by the shell
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # until the program ends
-    elif isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # an answer may hold more than a terminal's encoding does
-    try:
-        app()
-    except KeyboardInterrupt:  # before a command's own guard, such as while typer starts
-        sys.exit(EXIT_INTERRUPTED)
+    start(app)

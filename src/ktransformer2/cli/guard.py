@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -53,6 +54,18 @@ def reported(command: Callable[P, None]) -> Callable[P, None]:
             fail("interrupted", EXIT_INTERRUPTED)
 
     return guarded
+
+
+def start(app: typer.Typer) -> None:
+    """Run a command line: the entry point of a console script."""
+    if sys.stdout is None:  # closed by the shell
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # until the program ends
+    elif isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an answer may hold more than a terminal's encoding does
+    try:
+        app()
+    except KeyboardInterrupt:  # before a command's own guard, such as while typer starts
+        sys.exit(EXIT_INTERRUPTED)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -50,6 +51,12 @@ MinPOption = Annotated[
 ]
 RepetitionOption = Annotated[float, typer.Option(help="Above 1: repeat less; 1: off.", min=0.01)]
 SeedOption = Annotated[int | None, typer.Option(help="Same seed, same answer.", min=0)]
+UrlOption = Annotated[
+    str | None, typer.Option(help="Where a cache is served; else http://127.0.0.1:8765.", show_default=False)
+]
+KeyFileOption = Annotated[
+    Path | None, typer.Option(help="A file that holds the server's key.", exists=True, dir_okay=False)
+]
 JsonFlag = Annotated[bool, typer.Option("--json", help="The result as one JSON object.")]
 
 

@@ -64,6 +64,15 @@ def load_model(
         raise ModelFileError(f"{str(name_or_path)[:200]}: cannot be read ({str(error)[:300]})") from error
 
 
+def load_tokenizer(
+    name_or_path: str | Path, *, revision: str | None = None, offline: bool | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer alone of what `load_model` loads. Side effects and errors as there."""
+    place = locate(str(name_or_path), revision, offline)
+    with quiet_transformers():
+        return _read_tokenizer(place if place.is_dir() else converted(place, chosen_dtype("auto")))
+
+
 def chosen_dtype(dtype: str) -> torch.dtype:
     """The type to compute in. Raises ConfigError; float16 is refused because CPUs emulate it."""
     if dtype == "auto":
