@@ -70,8 +70,7 @@ def test_the_wheel_holds_the_package_its_types_and_its_licences(repository: Path
     metadata = f"ktransformer2-{ktransformer2.__version__}.dist-info"
     package = {name for name in built["wheel"] if not name.startswith(metadata)}
     source = repository / "src"
-    kinds = (".py", ".pyi", ".typed", ".md", ".txt")
-    files = (path for path in (source / "ktransformer2").rglob("*") if path.suffix in kinds)
+    files = (path for path in (source / "ktransformer2").rglob("*.*") if path.suffix not in (".pyc", ".so"))
     assert package == {path.relative_to(source).as_posix() for path in files}
     assert {"ktransformer2/py.typed", "ktransformer2/_native.pyi", "ktransformer2/data/contract.txt"} < package
     licences = {"LICENSE", "THIRD_PARTY.md", "src/ktransformer2/data/README.md"}
