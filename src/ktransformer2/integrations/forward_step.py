@@ -6,6 +6,8 @@ break off anywhere and be abandoned.
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from ktransformer2.errors import OutOfMemoryError, UnsupportedModelError
@@ -18,7 +20,7 @@ from ktransformer2.models.registry import ATTENTION_NAME, LayerCall
 
 
 class ForwardStep:
-    """`begun` layers have brought their rows, `done` ones have them stored.
+    """Layers come in their order, each once: `begun` have brought their rows, `num_done` have them stored.
 
     `paged`: attention reads pages in place (`attend`); else every layer gets a copy of all it may see (`gathered`).
     """
@@ -37,13 +39,22 @@ class ForwardStep:
             rows.cache.discharge(self._view_bytes)
             raise
         self._attention = StepAttention(rows.cache.geometry, self.padded.kv)
-        self.begun: set[int] = set()
-        self.done: set[int] = set()
+        self._order = sorted(rows.cache.geometry.layer_place)
+        self._thread = threading.get_ident()
+        self._was_asked = False
+        self.begun: list[int] = []
+        self.num_done = 0
         self.token_ids: torch.Tensor | None = None  # [B, T], where they were told
 
     def take(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """The layer brings k [B, G, T, Dk] and v [B, G, T, Dv]. Raises UnsupportedModelError for any other shape."""
         geometry = self._rows.cache.geometry
+        if self._was_asked or layer != self._order[len(self.begun)]:
+            raise UnsupportedModelError(
+                f"layer {layer} brings keys behind layers {self.begun} of a pass"
+                + (", and the model reads the cache's length amid it" if self._was_asked else "")
+                + "; every layer once and in order is served"
+            )
         group = geometry.groups[geometry.layer_place[layer][0]]
         b, t = self.padded.num_rows, self.padded.num_new
         wanted = (b, group.num_kv_heads, t, group.k_head_size), (b, group.num_kv_heads, t, group.v_head_size)
@@ -53,7 +64,16 @@ class ForwardStep:
                 f"layer {layer} hands over keys and values of shape {found} in {key.dtype} and {value.dtype}; {wanted} "
                 f"in {dtype} are what the model was taken to hand over"
             )
-        self.begun.add(layer)
+        self.begun.append(layer)
+
+    def awaits(self, layer: int) -> bool:
+        """Whether the layer has brought its rows and not attended yet."""
+        return len(self.begun) > self.num_done and self.begun[-1] == layer
+
+    def was_asked(self, layer: int) -> None:
+        """The length of a layer is read while the pass runs: transformers' own caches would count its new columns for
+        layers that are done. What broke off here is followed by another pass; a pass that goes on cannot be served."""
+        self._was_asked |= layer in self.begun[: self.num_done] and threading.get_ident() == self._thread
 
     def attend(self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Store one layer's rows; attention of query [B, H, T, Dk] over all the layer holds: [B, T, H, Dv]."""
@@ -65,7 +85,7 @@ class ForwardStep:
         only_padding = not self.padded.kv
         out = q.new_zeros(0, q.shape[1], v.shape[2]) if only_padding else self._attention.attend(call, q, k, v)
         padded = self.padded.padded(out)  # [N, H, Dv] -> [B, T, H, Dv]
-        self.done.add(call.layer)
+        self.num_done += 1
         return padded
 
     def gathered(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,7 +98,7 @@ class ForwardStep:
         seal(k, v, batch, column)
         views = reference.gather(k, v, batch, column, None if window is None else window - 1)
         keys, values = (torch.stack(rows).to(key.dtype) for rows in zip(*views, strict=True))
-        self.done.add(layer)
+        self.num_done += 1
         return keys, values
 
     def publish(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ktransformer2.errors import UnsupportedModelError
 from ktransformer2.layout import LayerGroup
 from ktransformer2.models.probe import text_config
 
@@ -19,8 +20,19 @@ _DOUBLE_HEADS_IN_WINDOWS = frozenset({"mimo_v2_flash"})
 
 
 def described_groups(config: PreTrainedConfig) -> tuple[LayerGroup, ...]:
-    """Layers of equal head shapes and window together, in the order of the first of each."""
-    decoder = text_config(config)
+    """Layers of equal head shapes and window together, in the order of the first of each.
+
+    Raises: UnsupportedModelError for a config that does not describe its layers as others do.
+    """
+    try:
+        return _alike(text_config(config))
+    except (AttributeError, IndexError, TypeError) as error:
+        raise UnsupportedModelError(
+            f"the config of {config.model_type} does not say what its layers hand to a cache ({error})"
+        ) from error
+
+
+def _alike(decoder: PreTrainedConfig) -> tuple[LayerGroup, ...]:
     kinds = getattr(decoder, "layer_types", None)
     # Layers that read an image keep nothing where there is none: text is served.
     passed_over = set(getattr(decoder, "cross_attention_layers", None) or ())

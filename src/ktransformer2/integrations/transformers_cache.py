@@ -69,6 +69,7 @@ class DynamicKVCache(Cache):
     def _build(self, config: PreTrainedConfig, groups: Sequence[LayerGroup], cache_config: CacheConfig) -> None:
         self._config, self._cache_config, self._groups = config, cache_config, groups
         self._windows = {layer: group.window for group in groups for layer in group.layers}
+        self._first = min(self._windows)
         super().__init__(layers=[_Layer(self, i, self._windows.get(i)) for i in range(max(self._windows) + 1)])
         self._shared = False
         self._rows: BatchRows | None = None  # from the first call on, when the dtype is known
@@ -111,14 +112,17 @@ class DynamicKVCache(Cache):
         return name == ATTENTION_NAME
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of the batch, padding included, without those of a running or broken step."""
+        """Columns of the batch, padding included, without those of a step that runs or broke off."""
+        if self._step is not None:
+            self._step.was_asked(layer_idx)
         return 0 if self._rows is None or layer_idx not in self._windows else self._rows.num_columns
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """(keys, first key) that the mask of a call with `query_length` new columns describes."""
         if self.is_paged:
             read_next_mask(self)
-        columns, window = self.get_seq_length(layer_idx), self._windows.get(layer_idx)
+        columns = 0 if self._rows is None or layer_idx not in self._windows else self._rows.num_columns
+        window = self._windows.get(layer_idx)
         hidden = 0 if window is None else max(0, columns - window + 1)
         return columns - hidden + query_length, hidden
 
@@ -149,10 +153,12 @@ class DynamicKVCache(Cache):
         Raises: OutOfMemoryError, RequestError, UnsupportedModelError, OwnershipError; the cache is as before the step.
         """
         if layer_idx not in self._windows:
-            raise UnsupportedModelError(f"layer {layer_idx} keeps what it reads from an image, which is not served")
+            raise UnsupportedModelError(
+                f"layer {layer_idx} keeps keys and values of its own, which the config does not say"
+            )
         try:
             step = self._step
-            if step is None or layer_idx in step.begun:
+            if step is None or (layer_idx == self._first and step.begun):
                 step = self._begin(key_states)
             step.take(layer_idx, key_states, value_states)
             if step.paged:
@@ -168,7 +174,7 @@ class DynamicKVCache(Cache):
     def attend(self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attention of query [B, H, T, Dk] over one layer, whose new rows are k and v: [B, T, H, Dv]."""
         step = self._step
-        if step is None or call.layer not in step.begun - step.done:
+        if step is None or not step.awaits(call.layer):
             raise UnsupportedModelError(f"layer {call.layer} attends with rows of another forward pass")
         try:
             out = step.attend(call, query, key, value)
@@ -193,7 +199,7 @@ class DynamicKVCache(Cache):
         return step
 
     def _finish_layer(self, step: ForwardStep) -> None:
-        if len(step.done) == len(self._windows):
+        if step.num_done == len(self._windows):
             self._step = None
             step.publish()
             self._hand_over()
@@ -302,7 +308,8 @@ class DynamicKVCache(Cache):
 
     def __repr__(self) -> str:
         return (
-            f"DynamicKVCache(rows={max(self.batch_size, 0)}, columns={self.get_seq_length()}, {self._cache_config.kv})"
+            f"DynamicKVCache(rows={max(self.batch_size, 0)}, columns="
+            f"{0 if self._rows is None else self._rows.num_columns}, {self._cache_config.kv})"
         )
 
 

@@ -1,0 +1,106 @@
+"""Every causal architecture of transformers behind the drop-in: equal answers, or refused by a typed error.
+
+What the engine serves is served here too, page by page and gathered, and its config describes what its layers hand over.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ktransformer2.errors import ModelError, UnsupportedModelError
+from ktransformer2.integrations.layer_groups import described_groups
+from ktransformer2.integrations.transformers_cache import DynamicKVCache
+from ktransformer2.layout import LayerGroup
+from ktransformer2.models.hf import HFModel, cache_keyword
+from ktransformer2.models.registry import quiet_transformers
+from ktransformer2.models.tiny import build_random, causal_architectures, tiny_config
+from tests.integrations.answers import Inputs, assert_same, draw, generated
+
+# JetMoE repeats its cached heads before it attends: pages cannot be read in place, a gathered copy can.
+GATHERED_ONLY = ("jetmoe",)
+SETTINGS = {"max_new_tokens": 4, "min_new_tokens": 4}
+
+
+def by_layer(groups: tuple[LayerGroup, ...]) -> dict[int, tuple[int, int, int, int | None]]:
+    return {
+        layer: (group.num_kv_heads, group.k_head_size, group.v_head_size, group.window)
+        for group in groups
+        for layer in group.layers
+    }
+
+
+def built(model_type: str) -> PreTrainedModel:
+    with quiet_transformers():
+        return build_random(tiny_config(model_type))
+
+
+def answers(model: PreTrainedModel, reference: PreTrainedModel) -> bool:
+    """Whether the drop-in takes the model; False: it was refused by a typed error. A wrong answer fails the test."""
+
+    def ours(inputs: Inputs) -> torch.Tensor:
+        return generated(model, inputs, cache_of(model), **SETTINGS)
+
+    try:
+        cache_of(model)
+        with quiet_transformers():
+            assert_same(ours, reference, lambda seed: draw(2, 22, seed, pads=(0, 3)), **SETTINGS)
+    except UnsupportedModelError:
+        return False
+    return True
+
+
+def cache_of(config: PreTrainedConfig) -> DynamicKVCache:
+    return DynamicKVCache(config, kv="full", memory="64MB", block_tokens=16)
+
+
+def takes(model: PreTrainedModel, reference: PreTrainedModel) -> bool:
+    """Whether the drop-in takes the model; False: a typed error. Answers that differ fail the test."""
+    try:
+        assert_same(
+            lambda inputs: generated(model, inputs, cache_of(model.config), **SETTINGS),
+            reference,
+            two_rows,
+            **SETTINGS,
+        )
+    except UnsupportedModelError:
+        return False
+    return True
+
+
+def two_rows(seed: int) -> Inputs:
+    return draw(2, 20, seed, pads=(0, 3))
+
+
+def answers_at_all(model: PreTrainedModel) -> bool:
+    try:
+        generated(model, two_rows(0), **SETTINGS)
+    except (IndexError, RuntimeError):  # of a model whose small config transformers makes and cannot run
+        return False
+    return True
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("model_type", sorted(causal_architectures()))
+def test_every_architecture_is_served_or_refused(model_type: str) -> None:
+    with quiet_transformers():
+        try:
+            config = tiny_config(model_type)
+            cache_of(config)
+            model = build_random(config)
+        except (ModelError, UnsupportedModelError):  # transformers cannot make it, or it is refused before it is made
+            return
+        if cache_keyword(model) not in inspect.signature(model.forward).parameters or not answers_at_all(model):
+            return  # it keeps no cache in transformers either, or cannot answer there
+        gathered, reference = takes(model, model), copy.deepcopy(model)
+        try:
+            served = HFModel(model, weights_hash=bytes(32))
+        except UnsupportedModelError:
+            return
+        assert gathered
+        assert takes(model, reference) == (model_type not in GATHERED_ONLY)
+        if model_type not in GATHERED_ONLY:
+            assert by_layer(described_groups(config)) == by_layer(served.geometry.groups)
