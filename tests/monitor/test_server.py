@@ -282,3 +282,21 @@ def test_without_prometheus_client_the_error_says_what_to_install(
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ConfigError, match=r'pip install "ktransformer2\[monitor\]"'):
         serve_metrics(cache, 0)
+
+
+def test_the_manual_lists_every_metric_and_no_other(server: MetricsServer, repository: Path) -> None:
+    manual = (repository / "docs" / "monitoring.md").read_text(encoding="utf-8")
+    rows = manual.partition("## Metrics")[2].partition("```")[0]
+    listed = set(re.findall(r"`(\w+)(?:\{\w+\})?`", "".join(re.findall(r"^\| (`.*?) \|", rows, re.MULTILINE))))
+    text = ask(server, "/metrics")[1].decode()
+    families = [family for family in text_string_to_metric_families(text) if family.samples or family.type == "counter"]
+    served = {family.name + "_total" * (family.type == "counter") for family in families}
+    assert {f"ktransformer_cache_{name}" for name in listed} == served
+
+
+def test_the_manual_shows_what_the_monitor_shows(repository: Path) -> None:
+    manual = (repository / "docs" / "monitoring.md").read_text(encoding="utf-8")
+    shown = (repository / "tests" / "snapshots" / "monitor-cache_stats.txt").read_text(encoding="utf-8")
+    part = manual.partition("figures 0.4 s old\n")[2].partition("...")[0]
+    assert part
+    assert part in shown
