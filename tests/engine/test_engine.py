@@ -362,7 +362,8 @@ def test_memory_that_cannot_hold_a_request_is_named_in_numbers(kv: str) -> None:
     assert str(error) == (
         f"a prompt of {capacity - 4} tokens and a reserve of 5 for the answer need {capacity + 1} tokens in the cache, "
         f"which are {need}; the memory limit of {have} holds {capacity}. The longest prompt that fits "
-        f"with this reserve is {capacity - 5} tokens. Raise memory=, lower max_new_tokens{int8}"
+        f"with this reserve is {capacity - 5} tokens. Raise memory=, lower max_new_tokens{int8}; "
+        "`ktransformer plan` says beforehand what fits"
     )
     bench.engine.add(prompt(capacity - 5), SamplingParams(max_new_tokens=5, ignore_eos=True), request_id="a")
     assert len(finish(bench)["a"].token_ids) == 5  # the longest that was named does fit

@@ -10,10 +10,12 @@ from ktransformer2.engine.memory_budget import (
     auto_memory_bytes,
     cgroup_limit_bytes,
     most_useful_bytes,
+    spare_bytes,
     workspace_bytes,
 )
 from ktransformer2.errors import OutOfMemoryError
 from ktransformer2.layout import Form, LayerGroup, ModelGeometry
+from ktransformer2.models.footprint import ModelFootprint
 
 GB = 10**9
 
@@ -44,8 +46,18 @@ def test_what_is_of_use_follows_the_model_and_the_number_of_sequences() -> None:
     assert most_useful_bytes(tiny, EngineConfig(max_num_sequences=1)) == 16 * 2**20
 
 
-def test_the_workspace_holds_logits() -> None:
-    assert workspace_bytes(1000, EngineConfig(max_num_sequences=10)) == 256 * 2**20 + 10 * 1000 * 12
+def test_the_workspace_holds_rows_logits_and_the_tokenizer() -> None:
+    footprint = ModelFootprint(0, row_bytes=100, logit_row_bytes=4000, vocab_size=1000, chooses_logits=True)
+    config = EngineConfig(max_num_sequences=10, max_step_tokens=512)
+    sampling_and_tokenizer = 1000 * 32 + 1000 * 900
+    assert workspace_bytes(footprint, config) == 512 * 100 + 10 * 4000 + sampling_and_tokenizer
+    assert workspace_bytes(footprint, config, num_rows=8) == 8 * 100 + 8 * 4000 + sampling_and_tokenizer
+    assert workspace_bytes(footprint, config, num_rows=10**6) == workspace_bytes(footprint, config)
+
+
+def test_what_is_spared_is_never_negative() -> None:
+    assert spare_bytes(Memory(10 * GB, 6 * GB), 2 * GB, 1 * GB) == 2_400_000_000
+    assert spare_bytes(Memory(1 * GB), 2 * GB, 0) == 0
 
 
 def test_this_machine_has_memory() -> None:

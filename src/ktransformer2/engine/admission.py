@@ -90,4 +90,4 @@ class Admission:
 
     def _advice(self) -> str:
         int8 = "" if self._cache.config.kv != "full" else ", or hold keys and values in int8 (kv='int8')"
-        return f"Raise memory=, lower max_new_tokens{int8}"
+        return f"Raise memory=, lower max_new_tokens{int8}; `ktransformer plan` says beforehand what fits"

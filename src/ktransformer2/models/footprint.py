@@ -1,9 +1,10 @@
 """What a model takes beside its cache: weights, and what one step needs for a while.
 
-From shapes alone, so that a hollow model and a loaded one give the same numbers. Of a step's activations the widest
-moment of one layer counts, since layers follow each other: residual, normed copy and one more of the hidden size, three
-of the widest projection (gate, up, their product, or query, key and their rotated copies), and a row's share of the
-experts it is sent to. Knows no cache.
+From shapes alone, so that a hollow model and a loaded one give the same numbers.
+
+Of a step's activations the widest moment of one layer counts, since layers follow each other: five rows of the hidden
+size (residual, its normed copies, attention's in and out), three of the widest projection (gate, up and their product),
+and a row's share of the experts it is sent to. Knows no cache.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ktransformer2.models.hf import HFModel
 from ktransformer2.models.independence import can_choose_logits
 from ktransformer2.models.probe import text_config
 
-_LIVE_COPIES = 3
+_HIDDEN_COPIES, _WIDEST_COPIES = 5, 3
 # A tokenizer keeps its entries and merges as Python and as Rust objects: 890 to 900 bytes an entry, measured with
 # 49,000 and with 150,000 entries.
 _VOCABULARY_ENTRY_BYTES = 900
@@ -69,8 +70,8 @@ def _row_elements(model: PreTrainedModel) -> int:
     hidden = int(config.hidden_size)
     widest = max((max(shape) for shape in shapes if len(shape) == 2), default=hidden)
     expert = max((max(shape[1:]) for shape in shapes if len(shape) == 3), default=0)
-    experts = _LIVE_COPIES * expert * int(getattr(config, "num_experts_per_tok", None) or 1)
-    return _LIVE_COPIES * (hidden + widest) + experts
+    experts = _WIDEST_COPIES * expert * int(getattr(config, "num_experts_per_tok", None) or 1)
+    return _HIDDEN_COPIES * hidden + _WIDEST_COPIES * widest + experts
 
 
 def _projections(model: PreTrainedModel) -> Iterator[torch.Size]:
