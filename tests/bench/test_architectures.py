@@ -130,6 +130,7 @@ def test_a_class_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(architectures, "sweep", lambda *_: found)
     outcome = run(BenchOptions())
     assert outcome.summary == {"served_architectures": 1.0, "silently_different": 1.0}
+    assert run(BenchOptions(quick=True)).summary == {"silently_different": 1.0}
     assert [row["outcome"] for row in outcome.rows] == ["served", "served", "different", "refused"]
     page = models_page(found)
     assert "**Served**: 2 model types, 1 classes" in page
