@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -279,3 +280,9 @@ def test_cache_of_nobody() -> None:
         pass
     for command in (["stats"], ["ls"]):
         assert "no server answers" in failed(invoke("cache", *command, "--url", server.url), guard.EXIT_NOT_REACHABLE)
+
+
+def test_the_command_is_installed_by_its_name(repository: Path) -> None:
+    scripts = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    module, _, function = scripts["ktransformer-monitor"].partition(":")
+    assert getattr(sys.modules[module], function) is monitor.main
