@@ -19,11 +19,11 @@ from tests.models.tiny import tiny
 NUM_ROWS = 256
 
 
-class Held(TorchDispatchMode):
+class Held(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     """The most bytes that tensors made inside the block held at once."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         self._weights = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         self._live: dict[int, Any] = {}
         self.peak_bytes = 0
@@ -33,10 +33,8 @@ class Held(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self._weights:
                 storage = leaf.untyped_storage()
-                self._live[storage._cdata] = (
-                    StorageWeakRef(storage),
-                    storage.nbytes(),
-                )
+                weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+                self._live[storage._cdata] = weak, storage.nbytes()
         self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
         self.peak_bytes = max(self.peak_bytes, sum(num_bytes for _, num_bytes in self._live.values()))
         return out
