@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ktransformer2.models.hf import cache_keyword
 from tests.models.tiny import VOCAB, tiny
 
-NUM_NEW = 24
+NUM_NEW = 16
 BLOCK = 16
 WITHOUT_SDPA = ("gemma2", "gpt_oss")
 FOUR_BEAMS: dict[str, Any] = {"num_beams": 4, "num_return_sequences": 2}
@@ -31,7 +31,12 @@ Answer = Callable[[Inputs], torch.Tensor]
 @cache
 def shared(family: str, attention: str = "eager", seed: int = 0) -> PreTrainedModel:
     """A model that tests use together and leave as it was."""
-    return tiny(family, seed=seed, attention=attention)
+    return small(family, seed=seed, attention=attention)
+
+
+def small(family: str, **more: Any) -> PreTrainedModel:
+    """A model of a test's own; three layers have both kinds of attention where the family has two."""
+    return tiny(family, **{"num_hidden_layers": 3, **more})
 
 
 def gathering(family: str) -> str:
