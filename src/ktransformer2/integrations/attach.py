@@ -13,11 +13,13 @@ understand (embeddings, images, other people's caches, `use_cache=False`) runs a
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -96,9 +98,14 @@ class Attachment:
         self._closed = False
         self._generate: Any = model.generate
         self._own_generate: Any = model.__dict__.get("generate")
-        self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        model.generate = self._cached_generate  # type: ignore[assignment]  # of this one object
+        self._hook = model.register_forward_pre_hook(_OfOneModel(self._before_forward, _nothing), with_kwargs=True)
+        model.generate = _OfOneModel(self._cached_generate, self._generate)  # type: ignore[assignment]
         _attached.add(model)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model, with its own attention outside `generate`."""
+        return self._model.model
 
     def stats(self) -> CacheStats:
         """One frozen snapshot of the cache's figures."""
@@ -141,20 +148,25 @@ class Attachment:
         with self._lock:
             if self._closed:
                 raise EngineClosedError("the cache was detached while this call waited for it; call generate() again")
-            self.num_calls += 1
-            values, model = call.named(self._generate, args, kwargs), self._model.model
+            values, model, outer = call.named(self._generate, args, kwargs), self._model.model, self._running
             if model.dtype != self._dtype:
                 raise ConfigError(f"the model is {model.dtype} now, it was attached in {self._dtype}; attach it again")
             given = call.given_cache(values)
             ours = given if isinstance(given, DynamicKVCache) and given.kv is self.cache else None
-            if self._running is not None:  # a call inside a call
-                self.num_plain_calls += 1
-                with self._model.original_attention():
-                    return self._generate(**values)
-            if (given is not None and ours is None) or not call.leaves_choice(model, values):
-                self.num_plain_calls += 1
-                return self._generate(**values)
-            return self._run(ours, values)
+            plain = outer is not None or (given is not None and ours is None) or not call.leaves_choice(model, values)
+            if outer is None or not outer.plain:  # what a plain call calls is its own affair
+                self.num_calls += 1
+                self.num_plain_calls += plain
+            self._running = _Running(plain, not plain and call.drafts(model, values))
+            try:
+                return self._run_plain(values, outer) if plain else self._run(ours, values)
+            finally:
+                self._running = outer
+
+    def _run_plain(self, values: dict[str, Any], outer: _Running | None) -> Any:
+        """As without this cache; `outer`: the call that this one was made in, whose attention is the registered one."""
+        with nullcontext() if outer is None or outer.plain else self._model.original_attention():
+            return self._generate(**values)
 
     def _run(self, given: DynamicKVCache | None, values: dict[str, Any]) -> Any:
         """`given`: a cache of ours that the caller holds; it is the caller's afterwards too, whatever happens."""
@@ -163,17 +175,15 @@ class Attachment:
         others = {name: value for name, value in values.items() if name not in call.CACHE_NAMES}
         if call.setting(model, values, "prefill_chunk_size") is not None:
             others["prefill_chunk_size"] = _WHOLE_PROMPT
-        self._running = _Running(call.drafts(model, values))
         self.usage = CallUsage(0, 0)
         handed_out = given is not None
         try:
             if given is not None:
-                self._go_back(given, call.prompt_of(values))
+                self._go_back(given, values)
             with self._model.registered_attention():
                 result = self._generate(**others, **{cache_keyword(model): cache})
             handed_out |= any(getattr(result, name, None) is cache for name in call.CACHE_NAMES)
         finally:
-            self._running = None
             if handed_out:
                 cache.abandon()  # only where a pass broke off is there anything to forget
             else:
@@ -183,11 +193,15 @@ class Attachment:
     def _new_cache(self) -> DynamicKVCache:
         return DynamicKVCache.over(self._model.model.config, BatchRows(self.cache, self._salt(), self._left))
 
-    def _go_back(self, cache: DynamicKVCache, prompt: tuple[torch.Tensor, torch.Tensor | None] | None) -> None:
+    def _go_back(self, cache: DynamicKVCache, values: Mapping[str, Any]) -> None:
         """A caller's cache goes on with its own tokens only; else its blocks are found again as far as they fit."""
+        prompt = call.prompt_of(values)
+        if prompt is None:  # only new tokens were brought
+            return
         rows, salt = cache.rows, self._salt()
         assert rows is not None, "a cache over this one has rows"
-        if prompt is not None and (rows.salt != salt or not rows.are_the_start_of(*prompt)):
+        copied = call.copies(self._model.model, values) > 1
+        if copied or rows.salt != salt or not rows.are_the_start_of(*prompt):
             cache.reset()
             rows.salt = salt
 
@@ -262,10 +276,29 @@ class Attachment:
         self.cache.hand_over()
 
 
+class _OfOneModel:
+    """A method of an attachment, as an attribute of its model. In a copy of the model stands what was there before."""
+
+    def __init__(self, method: Callable[..., Any], before: Any) -> None:
+        self._method, self._before = method, before
+        functools.update_wrapper(self, before)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._method(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._before, memo)
+
+
+def _nothing(*_: Any) -> None:
+    """A hook that changes nothing."""
+
+
 @dataclass
 class _Running:
-    """The running `generate`. `drafts`: it verifies several proposed tokens at once."""
+    """The running `generate`. `plain`: as without the cache; `drafts`: it verifies several proposed tokens at once."""
 
+    plain: bool
     drafts: bool
     reads_prompt: bool = True
 

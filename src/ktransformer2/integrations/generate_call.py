@@ -71,6 +71,11 @@ def drafts(model: PreTrainedModel, values: Mapping[str, Any]) -> bool:
     return values.get("assistant_model") is not None or bool(setting(model, values, "prompt_lookup_num_tokens"))
 
 
+def copies(model: PreTrainedModel, values: Mapping[str, Any]) -> int:
+    """Rows that `generate` makes of every row of a prompt."""
+    return max(setting(model, values, name) or 1 for name in ("num_beams", "num_return_sequences"))
+
+
 def prompt_of(values: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """(ids, mask) where a call that goes on with a cache brings all its tokens from the first on; else None.
 

@@ -22,6 +22,7 @@ class PromptReader:
         self._model, self._rows, self._chunk_tokens = model, rows, chunk_tokens
         self._cache = rows.cache
         self._pack: list[tuple[BlockTable, list[int]]] = []  # tables that are read together, and their tokens
+        self._prompts: Sequence[list[int]] = ()
         self.cached_tokens = 0
 
     def read(self, prompts: Sequence[list[int]], lengths: Sequence[int]) -> list[BlockTable]:
@@ -29,6 +30,7 @@ class PromptReader:
 
         Raises: OutOfMemoryError; nothing is held then.
         """
+        self._prompts = prompts
         tables: list[BlockTable] = []
         equal: dict[tuple[int, ...], BlockTable] = {}
         try:
@@ -59,7 +61,7 @@ class PromptReader:
             self._compute()
             match = self._cache.match(one_more, self._rows.salt)
         if not self._cache.allocate(table, 0, match):
-            raise self._no_room([tokens])
+            raise self._no_room()
         self.cached_tokens += table.num_tokens
         self._pack.append((table, tokens))
 
@@ -78,7 +80,7 @@ class PromptReader:
                 new = tokens[table.num_tokens : table.num_tokens + room]
                 if new:
                     if not self._cache.allocate(table, len(new)):
-                        raise self._no_room([row for _, row in self._pack])
+                        raise self._no_room()
                     step.append((table, new))
                     room -= len(new)
             self._forward(step)
@@ -93,12 +95,12 @@ class PromptReader:
         for table, new in step:
             self._cache.publish(table, new)
 
-    def _no_room(self, rows: Sequence[list[int]]) -> OutOfMemoryError:
-        num_tokens = sum(map(len, rows))
-        need = sum(self._cache.bytes_for(len(tokens), self._chunk_tokens) for tokens in rows)
-        have = self._cache.config.memory_bytes
-        fits = self._cache.capacity_tokens(self._chunk_tokens)
+    def _no_room(self) -> OutOfMemoryError:
+        lengths = [len(prompt) for prompt in self._prompts]
+        need = sum(self._cache.bytes_for(length, self._chunk_tokens) for length in lengths)
+        have, fits = self._cache.config.memory_bytes, self._cache.capacity_tokens(self._chunk_tokens)
         return OutOfMemoryError(
-            f"prompts of {num_tokens} tokens in {len(rows)} rows need {need / 1e6:.1f} MB and memory={have / 1e6:.1f} "
-            f"MB is the limit: one row of up to {fits} tokens fits. Attach with more memory=, or with kv='int8'"
+            f"prompts of {sum(lengths)} tokens in {len(lengths)} rows need {need / 1e6:.1f} MB and memory="
+            f"{have / 1e6:.1f} MB is the limit: one row of up to {fits} tokens fits. Attach with more memory=, or with "
+            "kv='int8'"
         )
