@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ktransformer2.bench.monitor import _turns, run
+from ktransformer2.bench.monitor import _side, run
 from ktransformer2.bench.monitor import _Unwatched as Unwatched
 from ktransformer2.bench.outcome import BenchOptions
 from ktransformer2.bench.targets import targets_of
@@ -20,10 +20,10 @@ def test_a_quick_run_measures_every_key() -> None:
 
 def test_both_sides_do_the_same_but_for_the_figures() -> None:
     model = random_model("float32").model
-    with_figures, without = (_turns(model, kind, 7) for kind in (KVCache, Unwatched))
-    for side in (with_figures, without):
-        for _ in range(4):
-            side.run()
+    with_figures, without = (_side(model, kind, 7) for kind in (KVCache, Unwatched))
+    for _ in range(160):
+        for side in (with_figures, without):
+            side.step()
     a, b = with_figures.cache.stats(), without.cache.stats()
     assert (a.hit_tokens, a.computed_tokens, a.num_blocks) == (b.hit_tokens, b.computed_tokens, b.num_blocks)
     assert with_figures.engine.stats().num_finished == without.engine.stats().num_finished
