@@ -32,10 +32,10 @@ test: setup lint  ## lint, answers beside transformers on real texts, every test
 	$(BIN)/ktransformer bench fidelity --quick --dtype fp32 --check
 	$(BIN)/python -m pytest
 
-contract: setup $(OLD_TRANSFORMERS)  ## the tests of models/ on the lowest transformers that is promised
+contract: setup $(OLD_TRANSFORMERS)  ## models/ and integrations/ on the lowest transformers that is promised
 	PYTHONPATH=$(OLD_TRANSFORMERS) $(BIN)/python -c "import transformers; v = transformers.__version__; \
 	  assert v == '$(TRANSFORMERS_LOWEST)', v"
-	PYTHONPATH=$(OLD_TRANSFORMERS) $(BIN)/python -m pytest tests/models
+	PYTHONPATH=$(OLD_TRANSFORMERS) $(BIN)/python -m pytest tests/models tests/integrations
 
 bench: setup  ## every benchmark, in full; rows under benchmarks/results
 	for name in attention decode memory fidelity; do \

@@ -54,14 +54,14 @@ def draw(rows: int = 1, columns: int = 45, seed: int = 0, pads: tuple[int, ...] 
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def generated(model: PreTrainedModel, inputs: Inputs, cache: Any = None, **more: Any) -> torch.Tensor:
-    """What `generate` answers, greedy unless told otherwise; the random numbers are the same in every call."""
+def generated(model: PreTrainedModel, inputs: Inputs, cache: Any = None, **more: Any) -> Any:
+    """What `generate` answers, greedy unless told otherwise: ids [B, T], or the dict that `more` asks for. The random
+    numbers are the same in every call."""
     settings = {"do_sample": False, "max_new_tokens": NUM_NEW, "min_new_tokens": NUM_NEW, "pad_token_id": 0, **more}
     held = {} if cache is None else {cache_keyword(model): cache}
     torch.manual_seed(7)
     generate: Any = model.generate
-    found: torch.Tensor = generate(**inputs, **settings, **held)
-    return found
+    return generate(**inputs, **settings, **held)
 
 
 def assert_same(

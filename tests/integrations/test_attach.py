@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import inspect
 import random
@@ -40,6 +41,16 @@ FAMILIES = ("llama", "gemma2", "gpt_oss")
 
 def attached(model: PreTrainedModel, **knobs: Any) -> Attachment:
     return attach(model, **{"kv": "full", "memory": "64MB", "block_tokens": BLOCK, **knobs})
+
+
+def settings_of(**settings: Any) -> GenerationConfig:
+    return GenerationConfig.from_dict({"do_sample": False, "pad_token_id": 0, **settings})
+
+
+def asked(model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """What `generate` answers to just these arguments."""
+    answer: torch.Tensor = model.generate(*args, **kwargs)
+    return answer
 
 
 def assert_nothing_is_held(held: Attachment) -> None:
@@ -142,8 +153,9 @@ def padded(rows: list[list[int]]) -> Inputs:
 def test_proposed_tokens_are_verified_behind_a_cached_prompt(llama: PreTrainedModel) -> None:
     helper = small("llama", seed=3)
     with attached(llama) as held:
-        for more in ({"prompt_lookup_num_tokens": 5}, {"assistant_model": helper}, {"assistant_model": helper}):
-            assert_same(lambda inputs, more=more: generated(llama, inputs, **more), shared("llama"), **more)
+        ways: list[dict[str, Any]] = [{"prompt_lookup_num_tokens": 5}, *[{"assistant_model": helper}] * 2]
+        for more in ways:
+            assert_same(functools.partial(generated, llama, **more), shared("llama"), **more)
         assert held.usage.cached_tokens == 44
         assert_nothing_is_held(held)
 
@@ -171,12 +183,12 @@ def test_the_question_is_computed_and_the_rest_is_found(llama: PreTrainedModel) 
 
 
 def test_prompts_in_chunks_are_found_whole(llama: PreTrainedModel) -> None:
-    config = GenerationConfig(prefill_chunk_size=16, max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0)
+    config = settings_of(prefill_chunk_size=16, max_new_tokens=NUM_NEW)
     with attached(llama) as held:
         for cached in (0, 44):
             assert torch.equal(generated(llama, draw(), prefill_chunk_size=16), generated(shared("llama"), draw()))
             assert held.usage == CallUsage(45, cached)
-        llama.generate(**draw(), generation_config=config)
+        asked(llama, **draw(), generation_config=config)
         assert held.usage == CallUsage(45, 44)
 
 
@@ -280,7 +292,7 @@ def test_calls_that_leave_no_choice_run_as_without_it(llama: PreTrainedModel) ->
     eager = shared("llama")
     calls: list[tuple[Any, dict[str, Any], PreTrainedModel]] = [
         (draw(), {"use_cache": False}, bare),
-        (draw(), {"generation_config": GenerationConfig(use_cache=False, do_sample=False)}, bare),
+        (draw(), {"generation_config": settings_of(use_cache=False)}, bare),
         (draw(), {"cache_implementation": "static"}, bare),
         (draw(), {"guidance_scale": 1.5}, bare),
         (draw(), {"assistant_early_exit": 1}, bare),
@@ -298,7 +310,7 @@ def test_calls_that_leave_no_choice_run_as_without_it(llama: PreTrainedModel) ->
         assert (held.num_plain_calls, own.get_seq_length()) == (8, theirs.get_seq_length())
         llama.train()
         generated(llama, draw())
-        llama.eval()
+        llama.train(False)
         assert held.num_plain_calls == 9
         assert_nothing_is_held(held)
     del eager
@@ -313,13 +325,13 @@ def test_attentions_are_given_by_the_models_own_attention() -> None:
 
 
 def test_arguments_by_place_are_understood(llama: PreTrainedModel) -> None:
-    config = GenerationConfig(use_cache=False, max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0)
+    config = settings_of(use_cache=False, max_new_tokens=NUM_NEW)
     ids = draw()["input_ids"]
     with attached(llama) as held:
-        assert torch.equal(llama.generate(ids, config), shared("llama").generate(ids, config))
+        assert torch.equal(asked(llama, ids, config), asked(shared("llama"), ids, config))
         assert held.num_plain_calls == 1
         config.use_cache = True
-        assert torch.equal(llama.generate(ids, config), shared("llama").generate(ids, config))
+        assert torch.equal(asked(llama, ids, config), asked(shared("llama"), ids, config))
         assert (held.num_plain_calls, held.usage) == (1, CallUsage(45, 0))
 
 
@@ -443,7 +455,8 @@ def test_a_copy_of_the_model_has_no_cache(llama: PreTrainedModel) -> None:
             generated(twin, draw())
             assert (held.num_calls, its.num_calls) == (0, 1)
         assert generated(llama, draw()).shape == (1, 45 + NUM_NEW)
-        assert list(inspect.signature(llama.generate).parameters)[:2] == ["inputs", "generation_config"]
+        generate: Any = llama.generate
+        assert list(inspect.signature(generate).parameters)[:2] == ["inputs", "generation_config"]
 
 
 def test_another_type_of_numbers_is_told(llama: PreTrainedModel) -> None:
@@ -522,7 +535,7 @@ def test_calls_from_threads_wait_for_each_other(llama: PreTrainedModel) -> None:
 
 def test_a_call_that_waited_while_the_cache_was_detached_is_told(llama: PreTrainedModel) -> None:
     held = attached(llama)
-    waiting = llama.generate
+    waiting: Any = llama.generate
     held.detach()
     with pytest.raises(EngineClosedError, match="call generate\\(\\) again"):
         waiting(**draw())

@@ -77,7 +77,8 @@ def test_generate_answers_as_with_its_own_cache(family: str, settings: dict[str,
 
     def ours(inputs: Inputs) -> torch.Tensor:
         caches.append(cache_of(model))
-        return generated(model, inputs, caches[-1], **settings)
+        found: torch.Tensor = generated(model, inputs, caches[-1], **settings)
+        return found
 
     assert_same(ours, shared(family), **settings)
     assert caches[-1].get_seq_length() == 45 + NUM_NEW - 1
@@ -195,10 +196,11 @@ def test_lengths_and_mask_sizes_are_those_of_a_dynamic_cache(family: str) -> Non
             forward(model, ids, ours)
             for layer in range(3):
                 assert ours.get_seq_length(layer) == theirs.get_seq_length(layer)
-                assert ours.layers[layer].get_seq_length() == theirs.get_seq_length(layer)
+                single: Any = ours.layers[layer]
+                assert single.get_seq_length() == theirs.get_seq_length(layer)
                 for query in (1, 7):
                     assert ours.get_mask_sizes(query, layer) == theirs.get_mask_sizes(query, layer)
-                    assert ours.layers[layer].get_mask_sizes(query) == theirs.get_mask_sizes(query, layer)
+                    assert single.get_mask_sizes(query) == theirs.get_mask_sizes(query, layer)
             assert (ours.batch_size, len(ours), ours.get_max_length(0)) == (2, 3, -1)
 
 
@@ -301,7 +303,7 @@ def test_rows_are_repeated_selected_and_reordered(family: str) -> None:
             cache.batch_select_indices(torch.tensor([5, 0, 0, -2]))
         assert_equal_step(4)
         for cache, _ in both:
-            cache.reorder_cache(torch.tensor([3, 3, 1, 0]))
+            cache.reorder_cache(torch.LongTensor([3, 3, 1, 0]))
         assert_equal_step(4)
         for cache, _ in both:
             cache.batch_select_indices(torch.tensor([True, False, False, True]))
