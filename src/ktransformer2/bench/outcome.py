@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ktransformer2.errors import ConfigError
 
-SCENARIOS = ("attention", "decode", "memory", "fidelity", "architectures", "plan", "monitor")
+SCENARIOS = ("attention", "decode", "memory", "fidelity", "architectures", "plan", "dropin", "monitor")
 DTYPES = ("fp32", "bf16")
 _STARTED = time.monotonic()
 

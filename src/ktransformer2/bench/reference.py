@@ -6,6 +6,7 @@ nothing of the package's cache. Invariant: end tokens are never special here: an
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,38 @@ def _greedy_config(model: PreTrainedModel, num_new: int, **more: Any) -> Iterato
 def _generate(model: PreTrainedModel, ids: torch.Tensor, **more: Any) -> Any:
     generate: Any = model.generate  # its annotations are a mixin's, which a checker takes for a tensor
     return generate(ids, attention_mask=torch.ones_like(ids), **more)
+
+
+def answers(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_new: int, cache: Any = None, **settings: Any
+) -> list[list[int]]:
+    """What `generate` adds to the prompts, padded on the left; random numbers are the same in every call.
+
+    `cache`: another one than `generate` would make. `settings` go into the generation config, an assistant_model does
+    not. An end token is one as any other.
+    """
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    given = {} if cache is None else {cache_keyword(model): cache}
+    if "assistant_model" in settings:
+        given["assistant_model"] = settings.pop("assistant_model")
+    torch.manual_seed(0)
+    generate: Any = model.generate
+    with torch.inference_mode(), _greedy_config(model, num_new, **settings):
+        found = generate(ids, attention_mask=mask, **given)
+    return [row[longest:].tolist() for row in found]
+
+
+def shallow(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
+    """A model of the first `num_layers` layers, with weights of its own: a helper that proposes tokens."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = num_layers
+    kind: Any = type(model)  # its constructor has no annotations
+    helper: PreTrainedModel = kind(config).to(model.dtype)
+    helper.load_state_dict(model.state_dict(), strict=False)
+    helper.train(False)
+    return helper
 
 
 class Reference:
@@ -113,18 +146,15 @@ class HFDecoder:
     """One way to decode with transformers. `prefill` first, then any number of `decode`; both return seconds.
 
     `way`: `static` (StaticCache), `masked` (DynamicCache and an explicit mask, which keeps SDPA off its slow grouped
-    path), or `stock` (what `generate` does by itself).
+    path), or `stock` (what `generate` does by itself; `cache`: with another cache than its own).
     """
 
-    def __init__(self, model: PreTrainedModel, way: str, max_cache_tokens: int) -> None:
+    def __init__(self, model: PreTrainedModel, way: str, max_cache_tokens: int, cache: Any = None) -> None:
         assert way in ("static", "masked", "stock"), way
         self.model, self.way = model, way
-        config = model.config
-        self._cache: Any = (
-            StaticCache(config=config, max_cache_len=max_cache_tokens)
-            if way == "static"
-            else DynamicCache(config=config)
-        )
+        if cache is None and way == "static":
+            cache = StaticCache(config=model.config, max_cache_len=max_cache_tokens)
+        self._cache: Any = DynamicCache(config=model.config) if cache is None else cache
         self._keyword = cache_keyword(model)
         self.token_ids: list[int] = []
 

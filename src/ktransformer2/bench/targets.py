@@ -71,6 +71,11 @@ _PART_2 = """
 architectures served_architectures           >= 60
 architectures silently_different             == 0
 plan          plan_error                     <= 0.05
+dropin        dropin_decode_vs_hf_best_8k    >= 1.5
+dropin        dropin_decode_vs_hf_stock_8k   reported
+dropin        dropin_kv_bytes_vs_fp16        <= 0.525
+dropin        attach_warm_speedup            >= 20
+dropin        dropin_mismatch_fp32           == 0
 """
 _PART_3 = """
 monitor       figures_cost_ratio             <= 0.01

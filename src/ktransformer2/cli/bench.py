@@ -21,6 +21,7 @@ class Bench(StrEnum):
     fidelity = "fidelity"
     architectures = "architectures"
     plan = "plan"
+    dropin = "dropin"
     monitor = "monitor"
     status = "status"
 

@@ -1,0 +1,206 @@
+"""The doors for transformers users: `DynamicKVCache` in `generate`, and `attach`, on one model beside transformers.
+
+Decoding behind a long prompt, with the drop-in's shipped defaults, in the loop of `contest`: ours is timed inside
+`generate`, as stock is. The time to the first token of an attached model, cold and behind a prefix that an earlier call
+read. And answers in fp32, which are those of `generate` with DynamicCache, in every way to generate.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from ktransformer2.bench.contest import (
+    BEST_WAYS,
+    WAYS,
+    decode_rounds,
+    faster_of,
+    kv_share,
+    rivals,
+    row_of,
+)
+from ktransformer2.bench.corpus import Drawing, draw_prompts
+from ktransformer2.bench.decode import FULL_ROUNDS, QUICK_ROUNDS, long_prompt
+from ktransformer2.bench.outcome import BenchOptions, Outcome, say
+from ktransformer2.bench.reference import HFDecoder, answers, shallow
+from ktransformer2.bench.rounds import ratio, spread
+from ktransformer2.bench.subject import load_subject
+from ktransformer2.integrations.attach import attach
+from ktransformer2.integrations.transformers_cache import DynamicKVCache
+from ktransformer2.models.loading import LoadedModel
+
+PARTS = ("decode", "attach", "answers")
+_CALLS = 3
+_QUESTION_TOKENS = 16
+_BATCH = 8
+_FULL_ANSWER, _QUICK_ANSWER = 32, 8
+_FULL_PROMPT, _QUICK_PROMPT = 400, 60
+_HELPER_LAYERS = 8
+# What differs in both attentions of transformers' own is a near-tie.
+_OTHER_ATTENTION = {"sdpa": "eager", "eager": "sdpa"}
+Row = dict[str, object]
+Result = tuple[list[Row], dict[str, float]]
+
+
+def run(options: BenchOptions) -> Outcome:
+    """The parts that are asked for. The answers are compared in fp32 whatever `dtype` says."""
+    dtype = options.dtype or "bf16"
+    rows: list[Row] = []
+    summary: dict[str, float] = {}
+    scenario: dict[str, object] = {"dtype": dtype}
+    if options.wants("decode") or options.wants("attach"):
+        loaded = load_subject(options, dtype)
+        prompt = long_prompt(loaded, options)
+        scenario |= {"model": loaded.source, "prompt_tokens": len(prompt)}
+        for name, part in (("decode", _decode), ("attach", _attach)):
+            if options.wants(name):
+                more_rows, more = part(loaded, prompt, options)
+                rows += more_rows
+                summary |= more
+    if options.wants("answers"):
+        more_rows, more = _answers(load_subject(options, "fp32"), options)
+        rows += more_rows
+        summary |= more
+    return Outcome(rows, summary, scenario)
+
+
+# --- decoding
+
+
+def _decode(loaded: LoadedModel, prompt: Sequence[int], options: BenchOptions) -> Result:
+    model, rounds = loaded.model.model, QUICK_ROUNDS if options.quick else FULL_ROUNDS
+    cache = DynamicKVCache(model.config)
+    ours = HFDecoder(model, "stock", 0, cache)
+    say("prefill of the drop-in")
+    first = {"dropin": ours.prefill(prompt)}
+    others, seconds_to_first = rivals(loaded, prompt, rounds)
+    seconds = decode_rounds({"dropin": ours, **others}, rounds)
+    assert cache.kv is not None, "the cache was used"
+    share = kv_share(cache.kv.stats(), loaded.model.geometry, cache.get_seq_length())
+    cache.reset()
+    summary = {
+        "dropin_decode_vs_hf_best_8k": ratio(seconds[faster_of(BEST_WAYS, seconds)], seconds["dropin"]).median,
+        "dropin_decode_vs_hf_stock_8k": ratio(seconds["stock"], seconds["dropin"]).median,
+        "dropin_kv_bytes_vs_fp16": share,
+    }
+    first |= seconds_to_first
+    rows = [row_of(name, "dropin", len(prompt), seconds) | {"first_token_s": first[name]} for name in ("dropin", *WAYS)]
+    return rows, summary
+
+
+# --- the second call on the same prefix
+
+
+def _attach(loaded: LoadedModel, prompt: Sequence[int], options: BenchOptions) -> Result:
+    """Seconds of `generate(max_new_tokens=1)`; every call asks another question behind the same prefix."""
+    seconds: dict[str, list[float]] = {"cold": [], "warm": []}
+    head, questions = prompt[: -(2 * _CALLS * _QUESTION_TOKENS)], prompt[-(2 * _CALLS * _QUESTION_TOKENS) :]
+    with loaded.model.original_attention() as bare, attach(bare) as held:
+        for call in range(2 * (1 if options.quick else _CALLS)):
+            name = ("cold", "warm")[call % 2]
+            if name == "cold":
+                held.clear()
+            say(f"the first token of an attached model, {name}")
+            asked = [*head, *questions[call * _QUESTION_TOKENS : (call + 1) * _QUESTION_TOKENS]]
+            begin = time.perf_counter()
+            answers(bare, [asked], 1)
+            seconds[name].append(time.perf_counter() - begin)
+            missed = len(head) - held.usage.cached_tokens
+            assert missed == len(head) if name == "cold" else missed < held.cache.config.block_tokens, held.usage
+    speedup = median(seconds["cold"]) / median(seconds["warm"])
+    part = f"attach, the first token behind {len(head):,} tokens"
+    rows: list[Row] = [
+        {"part": part, "call": name, **spread(values).as_row("seconds")} for name, values in seconds.items()
+    ]
+    return rows, {"attach_warm_speedup": speedup}
+
+
+# --- answers
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A way to generate, and over which prompts of all that were drawn."""
+
+    name: str
+    batches: Sequence[Sequence[Sequence[int]]]
+    settings: dict[str, Any]
+
+
+def _answers(loaded: LoadedModel, options: BenchOptions) -> Result:
+    """Every way to generate, by the drop-in and by an attached model, cold and warm, beside DynamicCache."""
+    num_new = _QUICK_ANSWER if options.quick else _FULL_ANSWER
+    longest = _QUICK_PROMPT if options.quick else _FULL_PROMPT
+    drawing = Drawing(options.num_prompts or _BATCH, options.max_tokens or longest, options.seed)
+    prompts = [prompt.token_ids for prompt in draw_prompts(drawing, loaded.tokenizer.encode)]
+    alone = [[prompt] for prompt in (prompts[:2] if options.quick else prompts)]
+    with loaded.model.original_attention() as bare:
+        helper = shallow(bare, min(_HELPER_LAYERS, bare.config.num_hidden_layers))
+    ways = (
+        _Way("greedy", alone, {}),
+        _Way("4 beams", alone, {"num_beams": 4}),
+        _Way("assisted by another model", alone, {"assistant_model": helper}),
+        _Way("assisted by the prompt", alone, {"prompt_lookup_num_tokens": 5}),
+        _Way("sampling", alone, {"do_sample": True, "top_p": 0.9}),
+        _Way(f"batch of {len(prompts)}, padded", [prompts], {}),
+    )
+    rows: list[Row] = []
+    mismatches = 0
+    for way in ways:
+        say(f"answers in fp32: {way.name}")
+        for door, found in _through_the_doors(loaded, way, num_new).items():
+            wrong, ties = _judged(loaded, way, found, num_new)
+            mismatches += wrong
+            row = {"part": f"answers of {num_new} tokens in fp32, beside DynamicCache", "way": way.name, "door": door}
+            rows.append(row | {"answers": sum(map(len, found)), "mismatches": wrong, "near_ties": ties})
+    return rows, {"dropin_mismatch_fp32": float(mismatches)}
+
+
+Answers = list[list[list[int]]]
+
+
+def _through_the_doors(loaded: LoadedModel, way: _Way, num_new: int) -> dict[str, Answers]:
+    model = loaded.model.model
+    found = {
+        "drop-in": [
+            answers(model, batch, num_new, DynamicKVCache(model.config, kv="full"), **way.settings)
+            for batch in way.batches
+        ]
+    }
+    with loaded.model.original_attention() as bare, attach(bare, kv="full") as held:
+        for door in ("attached, cold", "attached, warm"):
+            found[door] = [answers(bare, batch, num_new, **way.settings) for batch in way.batches]
+        assert held.num_plain_calls == 0, f"{held.num_plain_calls} calls went past the cache"
+        assert held.usage.cached_tokens or held.usage.prompt_tokens < 4 * _BATCH, held.usage
+        held.cache.check_integrity()
+    return found
+
+
+def _judged(loaded: LoadedModel, way: _Way, found: Answers, num_new: int) -> tuple[int, int]:
+    """Answers that are not the reference's; those of them where the reference differs from itself are near-ties."""
+    wrong = ties = 0
+    for batch, ours in zip(way.batches, found, strict=True):
+        with loaded.model.original_attention() as bare:
+            expected = answers(bare, batch, num_new, **way.settings)
+            if ours == expected:
+                continue
+            with _another_attention(bare):
+                again = answers(bare, batch, num_new, **way.settings)
+        for one, right, other in zip(ours, expected, again, strict=True):
+            ties += one != right and right != other
+            wrong += one != right and right == other
+    return wrong, ties
+
+
+@contextmanager
+def _another_attention(model: Any) -> Iterator[None]:
+    own: str = model.config._attn_implementation
+    model.set_attn_implementation(_OTHER_ATTENTION.get(own, "eager"))
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)
