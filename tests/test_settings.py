@@ -120,7 +120,11 @@ def test_a_key_like_no_other_points_to_the_list(resolve: Resolve) -> None:
         ("kv = 8", "kv=8 is not allowed; allowed: a text"),
         ('kv = "int4"', "kv='int4' is not allowed; allowed: auto, full, int8"),
         ('memory = "lots"', "size 'lots' is not understood; write a number with a unit, such as 4GB or 512MiB"),
-        ("memory = [1]", "size '[1]' is not understood; write a number with a unit, such as 4GB or 512MiB"),
+        ("memory = [1]", "size [1] is not understood; write a number with a unit, such as 4GB or 512MiB"),
+        ("memory = 1.5", "size 1.5 is not understood; write a number with a unit, such as 4GB or 512MiB"),
+        ('memory = "1.5"', "size '1.5' is not understood; write a number with a unit, such as 4GB or 512MiB"),
+        ("memory = true", "size True is not understood; write a number with a unit, such as 4GB or 512MiB"),
+        ('max_new_tokens = "1.5"', "token count '1.5' is not understood; write a number such as 8192 or 32k"),
         ('max_step_tokens = "9GB"', "token count '9GB' is not understood; write a number such as 8192 or 32k"),
         ("model = 3", "model=3 is not allowed; allowed: a text"),
         ("block_tokens = true", "block_tokens=True is not allowed; allowed: a whole number up to 2^46"),
@@ -169,9 +173,40 @@ def test_the_projects_own_file_comes_before_pyproject(resolve: Resolve) -> None:
 
 
 def test_a_pyproject_without_our_table_says_nothing(resolve: Resolve) -> None:
-    resolve.project("[tool.ruff]\n# ktransformer = [broken\n", "pyproject.toml")
+    resolve.project("[tool.ruff]\n# [tool.ktransformer]\n", "pyproject.toml")
     assert resolve() == resolve()
     assert settings.project_file(resolve.folder) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ('[tool.ktransformer]\nmemory = "2GB"\n', ":2"),
+        ('[tool]\nktransformer = { memory = "2GB" }\n', ""),
+        ('tool.ktransformer.memory = "2GB"\n', ":1"),
+        ('[other]\nmemory = 1\n[ tool . "ktransformer" ]\nmemory = "2GB"\n', ":4"),
+        ('[tool]\nktransformer.memory = "2GB"\n', ":2"),
+    ],
+)
+def test_every_spelling_of_our_table_counts(resolve: Resolve, content: str, line: str) -> None:
+    place = resolve.project(content, "pyproject.toml")
+    found = resolve()
+    assert (found.memory, found.origins["memory"]) == (2 * 10**9, f"{place}{line}")
+
+
+@pytest.mark.parametrize("name", ["ktransformer2", "ktransformers", "KTransformer"])
+def test_a_table_that_nearly_has_our_name_is_not_passed_over(resolve: Resolve, name: str) -> None:
+    place = resolve.project(f'\n[tool.{name}]\nmemory = "2GB"\n', "pyproject.toml")
+    with pytest.raises(ConfigError) as caught:
+        resolve()
+    assert str(caught.value) == f"{place}:2: nobody reads [tool.{name}]; it is [tool.ktransformer]"
+
+
+def test_our_table_is_a_table(resolve: Resolve) -> None:
+    place = resolve.project("[tool]\nktransformer = 3\n", "pyproject.toml")
+    with pytest.raises(ConfigError) as caught:
+        resolve()
+    assert str(caught.value) == f"{place}: tool.ktransformer='3' is not allowed; allowed: a table of settings"
 
 
 @pytest.mark.parametrize(

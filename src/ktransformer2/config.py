@@ -29,7 +29,7 @@ _FIRST_DESIGN = "the design this project began with"
 
 
 def parse_bytes(size: str | int) -> int:
-    """Bytes from `"4GB"`, `"512MiB"`, `"1.5G"` or a whole number. Raises ConfigError for anything else."""
+    """Bytes from `"4GB"`, `"512MiB"`, `"1.5G"` or a whole number. Raises ConfigError for anything else, "1.5" too."""
     return _parse(size, _SIZE, _UNITS, "size {} is not understood; write a number with a unit, such as 4GB or 512MiB")
 
 
@@ -43,7 +43,7 @@ def _parse(written: object, pattern: re.Pattern[str], units: Mapping[str, int], 
     value: float
     if _is_whole(written):
         value = written
-    elif isinstance(written, str) and (found := pattern.fullmatch(written)):
+    elif isinstance(written, str) and (found := pattern.fullmatch(written)) and (found[2] or "." not in found[1]):
         value = float(found[1]) * units[found[2].upper()]
     else:
         raise ConfigError(refusal.format(_shown(written)))

@@ -27,7 +27,9 @@ from ktransformer2.errors import ConfigError
 PREFIX = "KTRANSFORMER_"
 PROJECT_FILE, PYPROJECT, USER_FILE = "ktransformer.toml", "pyproject.toml", "config.toml"
 DEFAULT = "default"
-_TABLE = "[tool.ktransformer]"
+_TOOL = "ktransformer"  # of `pyproject.toml`: [tool.ktransformer]
+_NEAR_TOOL = re.compile(rf"{_TOOL}[-_.]?(s|[0-9]+)?", re.IGNORECASE)
+_OUR_TABLE = re.compile(rf"""^[ \t]*(\[?[ \t]*["']?tool["']?[ \t]*\.[ \t]*)?["']?{_TOOL}\b""", re.MULTILINE)
 # Variables of the program, its build and its tests that set no knob.
 OTHER_VARIABLES = frozenset(
     PREFIX + name
@@ -74,7 +76,7 @@ class Knob:
         Raises: ConfigError for what the config it belongs to does not allow.
         """
         if self.name == "memory":
-            return written if written == "auto" else parse_bytes(written if isinstance(written, int) else str(written))
+            return written if written == "auto" else parse_bytes(written)  # type: ignore[arg-type]  # it refuses others
         value = written
         if isinstance(written, str) and self.kind == "int" and self.unit in ("bytes", "tokens"):
             value = (parse_bytes if self.unit == "bytes" else parse_tokens)(written)
@@ -206,7 +208,7 @@ def project_file(folder: Path | None = None) -> Path | None:
     if (own := folder / PROJECT_FILE).is_file():
         return own
     shared = folder / PYPROJECT
-    return shared if shared.is_file() and _TABLE in _text(shared) else None
+    return shared if shared.is_file() and _our_table(shared, _text(shared)) is not None else None
 
 
 def files(folder: Path | None = None, user: Path | None = None) -> list[Path]:
@@ -219,14 +221,36 @@ def files(folder: Path | None = None, user: Path | None = None) -> list[Path]:
 def read_file(path: Path) -> Source:
     """What a TOML file sets. Raises ConfigError where it cannot be read or is no TOML; keys are checked by `merge`."""
     text = _text(path)
+    if path.name != PYPROJECT:
+        values, begin = _parsed(path, text), 0
+    else:
+        values = _our_table(path, text) or {}
+        found = _OUR_TABLE.search(text)
+        begin = found.start() if found else 0
+    return Source(str(path), values, {key: f"{path}{_line(text, begin, key)}" for key in values})
+
+
+def _our_table(path: Path, text: str) -> dict[str, Any] | None:
+    """What `pyproject.toml` says to us; None: nothing. Raises ConfigError, for a table that nearly has our name too."""
+    tools = _parsed(path, text).get("tool", {})
+    for name in tools if isinstance(tools, dict) else ():
+        if name != _TOOL and _NEAR_TOOL.fullmatch(name):
+            raise ConfigError(
+                f"{path}{_line(text, 0, f'tool.{name}')}: nobody reads [tool.{name}]; it is [tool.{_TOOL}]"
+            )
+    if not isinstance(tools, dict) or _TOOL not in tools:
+        return None
+    ours = tools[_TOOL]
+    if not isinstance(ours, dict):
+        raise ConfigError(f"{path}: tool.{_TOOL}={str(ours)[:60]!r} is not allowed; allowed: a table of settings")
+    return ours
+
+
+def _parsed(path: Path, text: str) -> dict[str, Any]:
     try:
-        values = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: is no TOML ({error})") from error
-    begin = 0
-    if path.name == PYPROJECT:
-        values, begin = values.get("tool", {}).get("ktransformer", {}), max(text.find(_TABLE), 0)
-    return Source(str(path), values, {key: f"{path}{_line(text, begin, key)}" for key in values})
 
 
 def _text(path: Path) -> str:
@@ -238,7 +262,9 @@ def _text(path: Path) -> str:
 
 def _line(text: str, begin: int, key: str) -> str:
     """`:7` where the key begins a line; nothing where it is written in another way."""
-    found = re.compile(rf"^[ \t]*\[?[\"']?{re.escape(key)}[\"']?[ \t]*[=.\]]", re.MULTILINE).search(text, begin)
+    found = re.compile(
+        rf"^[ \t]*\[?(?:[^=#\n]*\.)?[ \t]*[\"']?{re.escape(key)}[\"']?[ \t]*[=.\]]", re.MULTILINE
+    ).search(text, begin)
     return f":{text.count(chr(10), 0, found.start()) + 1}" if found else ""
 
 
