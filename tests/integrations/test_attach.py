@@ -9,7 +9,7 @@ import inspect
 import random
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -444,6 +444,66 @@ def test_changed_weights_find_nothing_that_others_computed(llama: PreTrainedMode
         ids = torch.cat([result.sequences, draw(1, 3)["input_ids"]], dim=1)
         following = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         assert torch.equal(generated(llama, following, cache), generated(bare, following))
+
+
+def _merge(model: PreTrainedModel) -> None:
+    model.get_parameter("model.layers.1.self_attn.v_proj.weight").data += 0.3
+
+
+def _write(model: PreTrainedModel) -> None:
+    weight = model.get_parameter("model.layers.0.self_attn.k_proj.weight")
+    weight.data.copy_(weight.data.flip(0))
+
+
+def _stretch(model: PreTrainedModel) -> None:
+    model.get_buffer("model.rotary_emb.inv_freq").data.mul_(0.5)
+
+
+def _steer(model: PreTrainedModel) -> None:
+    model.get_submodule("model.layers.0.mlp").register_forward_hook(lambda module, given, found: found + 1.0)
+
+
+def _patch(model: PreTrainedModel) -> None:
+    mlp = model.get_submodule("model.layers.0.mlp")
+    before = mlp.forward
+    mlp.forward = lambda *given: 2 * before(*given)
+
+
+@pytest.mark.parametrize("change", [_merge, _write, _stretch, _steer, _patch])
+def test_a_model_that_was_changed_finds_nothing_that_it_computed_before(change: Callable[[Any], None]) -> None:
+    model, bare = small("llama", attention="sdpa"), small("llama", attention="sdpa")
+    with attached(model) as held:
+        for _ in range(2):
+            assert torch.equal(generated(model, draw()), generated(bare, draw()))
+        assert held.usage.cached_tokens == 44
+        change(model)
+        change(bare)
+        assert torch.equal(generated(model, draw()), generated(bare, draw()))
+        assert held.usage.cached_tokens == 0
+
+
+def test_weights_made_in_inference_mode_are_looked_at_too() -> None:
+    with torch.inference_mode():
+        model = small("llama", attention="sdpa")
+    with attached(model) as held:
+        generated(model, draw())
+        with torch.inference_mode():
+            model.get_parameter("model.layers.1.self_attn.v_proj.weight").mul_(1.1)
+        generated(model, draw())
+        assert held.usage.cached_tokens == 0
+        generated(model, draw())
+        assert held.usage.cached_tokens == 44
+
+
+def test_a_hook_that_is_gone_again_leaves_what_was_found_before(llama: PreTrainedModel) -> None:
+    with attached(llama) as held:
+        generated(llama, draw())
+        hook = llama.get_submodule("model.layers.0").register_forward_hook(lambda *_: None)
+        generated(llama, draw())
+        assert held.usage.cached_tokens == 0
+        hook.remove()
+        generated(llama, draw())
+        assert held.usage.cached_tokens == 44
 
 
 def test_a_copy_of_the_model_has_no_cache(llama: PreTrainedModel) -> None:

@@ -34,6 +34,7 @@ from ktransformer2.engine.memory_budget import Memory, auto_memory_bytes, most_u
 from ktransformer2.errors import ConfigError, EngineClosedError, UnsupportedModelError
 from ktransformer2.integrations import generate_call as call
 from ktransformer2.integrations.batch_rows import BatchRows
+from ktransformer2.integrations.model_state import model_state
 from ktransformer2.integrations.prompt_reader import PromptReader
 from ktransformer2.integrations.transformers_cache import DynamicKVCache
 from ktransformer2.models.footprint import ModelFootprint
@@ -60,8 +61,11 @@ def attach(model: PreTrainedModel, *, kv: str = "auto", memory: str | int = "aut
     """From now on `model.generate` uses a cache that outlives the call, until `detach()` or the end of a `with`.
 
     `kv`: auto, full or int8, the form of full blocks. `memory`: the hard limit, such as "8GB"; auto: 0.8 x what the
-    machine has free. `knobs`: any other field of CacheConfig. Changed weights are noticed (their prefixes are found no
-    more); adapters that are only switched on or off are not: `clear()` then.
+    machine has free. `knobs`: any other field of CacheConfig.
+
+    What was read with other weights, buffers, hooks or PEFT adapters is not found: every call looks at them. It looks
+    at 8 elements of a tensor, which a write to a few others through `.data` leaves as they were, and not into a hook
+    or a module of your own, whose numbers may change while it stays: call `clear()` after such a change.
     Raises: ConfigError, OutOfMemoryError, UnsupportedModelError for a model that cannot be served exactly; the model
     is as it was then.
     """
@@ -93,7 +97,6 @@ class Attachment:
         self._lock = threading.RLock()
         self._left: list[BlockTable] = []  # tables of caches that callers were given and hold no more
         self._running: _Running | None = None
-        self._weights, self._num_weights = _weights_seen(model), 0
         self._dtype = model.dtype
         self._closed = False
         self._generate: Any = model.generate
@@ -206,11 +209,8 @@ class Attachment:
             rows.salt = salt
 
     def _salt(self) -> bytes:
-        """Other weights, another salt: what they computed is not found by these."""
-        weights = _weights_seen(self._model.model)
-        if weights != self._weights:
-            self._weights, self._num_weights = weights, self._num_weights + 1
-        return self._num_weights.to_bytes(8, "little")
+        """Other weights or hooks, another salt: what they computed is not found by these."""
+        return model_state(self._model.model, self._hook.id)
 
     # --- the model's calls
 
@@ -330,8 +330,3 @@ def _auto_bytes(model: HFModel) -> int:
     engine = EngineConfig()
     workspace = workspace_bytes(ModelFootprint.of(model), engine)
     return auto_memory_bytes(Memory.measure(), 0, workspace, most_useful_bytes(model.geometry, engine))
-
-
-def _weights_seen(model: torch.nn.Module) -> int:
-    """A number that changes when a weight is exchanged, or written to in place as optimizers and loaders do."""
-    return hash(tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()))
