@@ -24,6 +24,8 @@ def network() -> torch.nn.Sequential:
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), Adapted(), torch.nn.BatchNorm1d(3), torch.nn.Module())
     model[3].register_parameter("odd", torch.nn.Parameter(torch.arange(6.0).view(2, 3).t()))  # not contiguous
     model[3].register_buffer("none", None)
+    model[3].register_buffer("large", torch.ones(1000, dtype=torch.bfloat16))
+    model[3].register_buffer("far", torch.ones(2, device="meta"))
     model[3].register_buffer("empty", torch.zeros(0))
     model[3].register_buffer("one", torch.tensor(1.0))
     return model
@@ -34,6 +36,7 @@ CHANGES: dict[str, Change] = {
     "past the version": lambda model: model[0].weight.data.copy_(model[0].weight.data * 2),
     "not contiguous": lambda model: model[3].odd.data.mul_(3),
     "scalar": lambda model: model[3].one.data.add_(1),
+    "middle": lambda model: model[3].large.data.mul_(2),
     "last element": lambda model: model[1].bias.data[-1].add_(1),
     "buffer": lambda model: model[2].running_mean.data.add_(1),
     "hook": lambda model: model[1].register_forward_hook(lambda *_: None),

@@ -64,7 +64,7 @@ def attach(model: PreTrainedModel, *, kv: str = "auto", memory: str | int = "aut
     machine has free. `knobs`: any other field of CacheConfig.
 
     What was read with other weights, buffers, hooks or PEFT adapters is not found: every call looks at them. It looks
-    at 8 elements of a tensor, which a write to a few others through `.data` leaves as they were, and not into a hook
+    at 64 bytes of a tensor, which a write to a few others through `.data` leaves as they were, and not into a hook
     or a module of your own, whose numbers may change while it stays: call `clear()` after such a change.
     Raises: ConfigError, OutOfMemoryError, UnsupportedModelError for a model that cannot be served exactly; the model
     is as it was then.
@@ -177,7 +177,7 @@ class Attachment:
         cache = given if given is not None else self._new_cache()
         others = {name: value for name, value in values.items() if name not in call.CACHE_NAMES}
         if call.setting(model, values, "prefill_chunk_size") is not None:
-            others["prefill_chunk_size"] = _WHOLE_PROMPT
+            others = call.with_setting(others, "prefill_chunk_size", _WHOLE_PROMPT)
         self.usage = CallUsage(0, 0)
         handed_out = given is not None
         try:
