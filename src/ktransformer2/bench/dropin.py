@@ -8,7 +8,7 @@ read. And answers in fp32, which are those of `generate` with DynamicCache, in e
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -37,8 +37,8 @@ PARTS = ("decode", "attach", "answers")
 _CALLS = 3
 _QUESTION_TOKENS = 16
 _BATCH = 8
-_FULL_ANSWER, _QUICK_ANSWER = 32, 8
-_FULL_PROMPT, _QUICK_PROMPT = 400, 60
+_FULL_ANSWER, _QUICK_ANSWER = 32, 6
+_FULL_PROMPT, _QUICK_PROMPT = 400, 40
 _HELPER_LAYERS = 8
 # What differs in both attentions of transformers' own is a near-tie.
 _OTHER_ATTENTION = {"sdpa": "eager", "eager": "sdpa"}
@@ -122,25 +122,47 @@ def _attach(loaded: LoadedModel, prompt: Sequence[int], options: BenchOptions) -
 # --- answers
 
 
+Batch = Sequence[Sequence[int]]
+Answers = list[list[list[int]]]  # of every prompt of every batch
+_DOORS = ("drop-in", "attached, cold", "attached, warm")
+
+
 @dataclass(frozen=True)
 class _Way:
-    """A way to generate, and over which prompts of all that were drawn."""
+    """A way to generate, and over which batches of the prompts that were drawn."""
 
     name: str
-    batches: Sequence[Sequence[Sequence[int]]]
+    batches: Sequence[Batch]
     settings: dict[str, Any]
+
+    def answers(self, model: Any, num_new: int, make_cache: Callable[[], Any] = lambda: None) -> Answers:
+        return [answers(model, batch, num_new, make_cache(), **self.settings) for batch in self.batches]
 
 
 def _answers(loaded: LoadedModel, options: BenchOptions) -> Result:
     """Every way to generate, by the drop-in and by an attached model, cold and warm, beside DynamicCache."""
     num_new = _QUICK_ANSWER if options.quick else _FULL_ANSWER
-    longest = _QUICK_PROMPT if options.quick else _FULL_PROMPT
-    drawing = Drawing(options.num_prompts or _BATCH, options.max_tokens or longest, options.seed)
+    ways = _ways(loaded, options)
+    found = _through_the_doors(loaded, ways, num_new)
+    rows: list[Row] = []
+    for way in ways:
+        say(f"the answers of transformers: {way.name}")
+        for door in _DOORS:
+            wrong, ties = _judged(loaded, way, found[way.name, door], num_new)
+            row = {"part": f"answers of {num_new} tokens in fp32, beside DynamicCache", "way": way.name, "door": door}
+            count = sum(map(len, way.batches))
+            rows.append(row | {"answers": count, "mismatches": wrong, "near_ties": ties})
+    return rows, {"dropin_mismatch_fp32": float(sum(int(str(row["mismatches"])) for row in rows))}
+
+
+def _ways(loaded: LoadedModel, options: BenchOptions) -> tuple[_Way, ...]:
+    longest = options.max_tokens or (_QUICK_PROMPT if options.quick else _FULL_PROMPT)
+    drawing = Drawing(options.num_prompts or _BATCH, longest, options.seed)
     prompts = [prompt.token_ids for prompt in draw_prompts(drawing, loaded.tokenizer.encode)]
-    alone = [[prompt] for prompt in (prompts[:2] if options.quick else prompts)]
+    alone = [[prompt] for prompt in sorted(prompts, key=len, reverse=True)[: 1 if options.quick else None]]
     with loaded.model.original_attention() as bare:
         helper = shallow(bare, min(_HELPER_LAYERS, bare.config.num_hidden_layers))
-    ways = (
+    return (
         _Way("greedy", alone, {}),
         _Way("4 beams", alone, {"num_beams": 4}),
         _Way("assisted by another model", alone, {"assistant_model": helper}),
@@ -148,52 +170,43 @@ def _answers(loaded: LoadedModel, options: BenchOptions) -> Result:
         _Way("sampling", alone, {"do_sample": True, "top_p": 0.9}),
         _Way(f"batch of {len(prompts)}, padded", [prompts], {}),
     )
-    rows: list[Row] = []
-    mismatches = 0
-    for way in ways:
-        say(f"answers in fp32: {way.name}")
-        for door, found in _through_the_doors(loaded, way, num_new).items():
-            wrong, ties = _judged(loaded, way, found, num_new)
-            mismatches += wrong
-            row = {"part": f"answers of {num_new} tokens in fp32, beside DynamicCache", "way": way.name, "door": door}
-            rows.append(row | {"answers": sum(map(len, found)), "mismatches": wrong, "near_ties": ties})
-    return rows, {"dropin_mismatch_fp32": float(mismatches)}
 
 
-Answers = list[list[list[int]]]
-
-
-def _through_the_doors(loaded: LoadedModel, way: _Way, num_new: int) -> dict[str, Answers]:
+def _through_the_doors(loaded: LoadedModel, ways: Sequence[_Way], num_new: int) -> dict[tuple[str, str], Answers]:
+    """By way and door."""
     model = loaded.model.model
-    found = {
-        "drop-in": [
-            answers(model, batch, num_new, DynamicKVCache(model.config, kv="full"), **way.settings)
-            for batch in way.batches
-        ]
-    }
+    found = {}
+    for way in ways:
+        say(f"the answers of the drop-in: {way.name}")
+        found[way.name, "drop-in"] = way.answers(model, num_new, lambda: DynamicKVCache(model.config, kv="full"))
     with loaded.model.original_attention() as bare, attach(bare, kv="full") as held:
-        for door in ("attached, cold", "attached, warm"):
-            found[door] = [answers(bare, batch, num_new, **way.settings) for batch in way.batches]
+        for way in ways:
+            say(f"the answers of an attached model: {way.name}")
+            held.clear()
+            for door in _DOORS[1:]:
+                found[way.name, door] = way.answers(bare, num_new)
+            assert held.usage.cached_tokens, f"{way.name}: nothing was found again"
         assert held.num_plain_calls == 0, f"{held.num_plain_calls} calls went past the cache"
-        assert held.usage.cached_tokens or held.usage.prompt_tokens < 4 * _BATCH, held.usage
         held.cache.check_integrity()
     return found
 
 
 def _judged(loaded: LoadedModel, way: _Way, found: Answers, num_new: int) -> tuple[int, int]:
     """Answers that are not the reference's; those of them where the reference differs from itself are near-ties."""
-    wrong = ties = 0
-    for batch, ours in zip(way.batches, found, strict=True):
-        with loaded.model.original_attention() as bare:
-            expected = answers(bare, batch, num_new, **way.settings)
-            if ours == expected:
-                continue
-            with _another_attention(bare):
-                again = answers(bare, batch, num_new, **way.settings)
-        for one, right, other in zip(ours, expected, again, strict=True):
-            ties += one != right and right != other
-            wrong += one != right and right == other
-    return wrong, ties
+    with loaded.model.original_attention() as bare:
+        expected = way.answers(bare, num_new)
+        if found == expected:
+            return 0, 0
+        with _another_attention(bare):
+            again = way.answers(bare, num_new)
+    compared = [
+        (ours, theirs, other)
+        for batch in zip(found, expected, again, strict=True)
+        for ours, theirs, other in zip(*batch, strict=True)
+        if ours != theirs
+    ]
+    ties = sum(theirs != other for _, theirs, other in compared)
+    return len(compared) - ties, ties
 
 
 @contextmanager

@@ -6,11 +6,14 @@ are not remembered.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from ktransformer2.integrations.batch_rows import ends_in_padding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,6 +55,16 @@ def setting(model: PreTrainedModel, values: Mapping[str, Any], name: str) -> Any
     return next((found for config in configs if (found := getattr(config, name, None)) is not None), None)
 
 
+def with_setting(values: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
+    """The call with another setting; a generation_config that was given is copied, not written to."""
+    config = values.get("generation_config")
+    if config is None or values.get(name) is not None:
+        return {**values, name: value}
+    config = copy.copy(config)
+    setattr(config, name, value)
+    return {**values, "generation_config": config}
+
+
 def leaves_choice(model: PreTrainedModel, values: Mapping[str, Any]) -> bool:
     """Whether this call would fill a cache with the keys of its tokens and read nothing else from it."""
     mask = values.get("attention_mask")
@@ -62,7 +75,7 @@ def leaves_choice(model: PreTrainedModel, values: Mapping[str, Any]) -> bool:
         and not any(setting(model, values, name) for name in _OTHER_WAYS)
         and values.get("assistant_model") is not model
         and tensors <= _TENSORS_OF_GENERATE
-        and (mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2))
+        and (mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2 and not ends_in_padding(mask)))
     )
 
 
