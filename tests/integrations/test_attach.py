@@ -189,7 +189,7 @@ def test_prompts_in_chunks_are_found_whole(llama: PreTrainedModel) -> None:
             assert torch.equal(generated(llama, draw(), prefill_chunk_size=16), generated(shared("llama"), draw()))
             assert held.usage == CallUsage(45, cached)
         asked(llama, **draw(), generation_config=config)
-        assert held.usage == CallUsage(45, 44)
+        assert (held.usage, config.prefill_chunk_size) == (CallUsage(45, 44), 16)
 
 
 def test_hidden_states_of_the_whole_prompt_are_there(llama: PreTrainedModel) -> None:
@@ -314,6 +314,15 @@ def test_calls_that_leave_no_choice_run_as_without_it(llama: PreTrainedModel) ->
         assert held.num_plain_calls == 9
         assert_nothing_is_held(held)
     del eager
+
+
+def test_prompts_padded_on_the_right_are_answered_as_without_it(llama: PreTrainedModel) -> None:
+    inputs = draw(2, 30)
+    inputs["attention_mask"][0, 20:] = 0
+    with attached(llama) as held:
+        for number in (1, 2):
+            assert torch.equal(generated(llama, inputs), generated(shared("llama"), inputs))
+            assert held.num_plain_calls == number
 
 
 def test_attentions_are_given_by_the_models_own_attention() -> None:

@@ -97,9 +97,19 @@ def test_a_mask_that_does_not_go_with_what_is_held_is_refused(mask: list[list[in
     with pytest.raises(RequestError, match=complaint):
         rows.new_columns(None if mask is None else torch.tensor(mask), 1)
     assert rows.new_columns(torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6]), 1) is None
-    padded = rows.new_columns(torch.tensor([[0, 0, 1, 1, 1, 0], [1] * 6]), 1)
+    padded = rows.new_columns(torch.tensor([[0, 0, 1, 1, 1, 0, 1], [1] * 7]), 2)
     assert padded is not None
-    assert padded.tolist() == [[False], [True]]
+    assert padded.tolist() == [[False, True], [True, True]]
+
+
+def test_a_row_that_ends_in_padding_is_refused() -> None:
+    rows = BatchRows(make_cache())
+    for mask in ([[1, 1, 0], [1, 1, 1]], [[0, 1, 0], [0, 0, 0]]):
+        with pytest.raises(RequestError, match="pad on the left: tokenizer"):
+            rows.new_columns(torch.tensor(mask), 3)
+    begun = rows.new_columns(torch.tensor([[0, 0, 0], [1, 1, 1]]), 3)  # the first chunk of a row that begins later
+    assert begun is not None
+    assert begun.tolist() == [[False] * 3, [True] * 3]
 
 
 def test_padding_between_tokens_is_refused_with_windows_alone() -> None:
@@ -107,7 +117,7 @@ def test_padding_between_tokens_is_refused_with_windows_alone() -> None:
     assert BatchRows(make_cache(FULL_GROUP)).new_columns(holes, 3) is not None
     with pytest.raises(RequestError, match="pad on the left"):
         BatchRows(make_cache(FULL_GROUP, WINDOW_GROUP)).new_columns(holes, 3)
-    for fine in ([[0, 1, 1]], [[1, 1, 0]], [[0, 1, 0]]):
+    for fine in ([[0, 1, 1]], [[0, 0, 1]], [[0, 0, 0]]):
         assert BatchRows(make_cache(FULL_GROUP, WINDOW_GROUP)).new_columns(torch.tensor(fine), 3) is not None
 
 

@@ -213,6 +213,18 @@ def test_logits_of_direct_calls(family: str) -> None:
             assert_near(forward(model, ids, ours), forward(shared(family), ids, theirs))
 
 
+@pytest.mark.parametrize("way", ["paged", "gathered"])
+def test_a_backward_pass_is_refused_and_the_cache_goes_on(way: str) -> None:
+    model = small("llama", attention=ATTENTION_NAME if way == "paged" else "sdpa")
+    cache, ids = cache_of(model), draw(1, 20)["input_ids"]
+    loss = model(input_ids=ids, **{cache_keyword(model): cache}).logits.logsumexp(-1).sum()
+    with pytest.raises(RequestError, match="no gradients go through this cache"):
+        loss.backward()
+    model.requires_grad_(False)
+    assert not model(input_ids=ids, **{cache_keyword(model): cache}).logits.requires_grad
+    assert cache.get_seq_length() == 40
+
+
 def test_a_call_with_gradients_on_and_one_in_inference_mode_share_a_cache() -> None:
     model = paged("llama")
     ours, theirs = cache_of(model), DynamicCache(config=model.config)
@@ -537,10 +549,10 @@ def test_padding_in_the_middle_is_refused_where_a_window_would_count_it() -> Non
 
 
 def test_padding_in_the_middle_is_served_without_windows() -> None:
-    """A batch that was padded on the right and goes on."""
+    """As of a conversation whose turns were padded each for itself."""
     model, ids = paged("llama"), draw(2, 20)["input_ids"]
     mask = torch.ones(2, 20, dtype=torch.long)
-    mask[0, 14:] = 0
+    mask[0, 6:14] = 0
     ours, theirs = cache_of(model), DynamicCache(config=model.config)
     for part, columns in ((ids, 20), (draw(2, 1, 3)["input_ids"], 21)):
         whole = torch.cat([mask, torch.ones(2, columns - 20, dtype=torch.long)], dim=1)
@@ -551,6 +563,14 @@ def test_padding_in_the_middle_is_served_without_windows() -> None:
         )
         real = whole[:, -part.shape[1] :].to(torch.bool)
         assert_near(found[real], expected[real])
+
+
+def test_padding_on_the_right_is_refused_paged_and_served_gathered() -> None:
+    (model, gathered), inputs = attentions("llama"), draw(2, 20)
+    inputs["attention_mask"][0, 14:] = 0
+    with pytest.raises(RequestError, match="pad on the left"):
+        generated(model, inputs, cache_of(model))
+    assert torch.equal(generated(gathered, inputs, cache_of(gathered)), generated(shared("llama"), inputs))
 
 
 def test_a_mask_of_four_dimensions_is_refused_paged_and_served_gathered() -> None:

@@ -84,7 +84,8 @@ class BatchRows:
     def new_columns(self, mask: torch.Tensor | None, num_new: int) -> torch.Tensor | None:
         """bool [B, T]: the real ones of the `num_new` newest columns of mask [B, columns]; None: all of them.
 
-        Raises: RequestError where the mask hides what was stored as real, or shows what was padding.
+        Raises: RequestError where the mask hides what was stored as real, or shows what was padding, and where a row
+        ends in padding: what follows would be read from a column that has no token.
         """
         seen = self.num_columns
         if mask is None:
@@ -105,6 +106,11 @@ class BatchRows:
             raise RequestError(
                 "the attention mask of this call hides or shows other tokens than those the cache holds; give the mask "
                 "of the earlier calls with that of the new tokens behind it, or begin with an empty cache"
+            )
+        if ends_in_padding(mask):
+            raise RequestError(
+                "a row of the attention mask ends in padding, whose column the next token would be read from; pad on "
+                'the left: tokenizer.padding_side = "left"'
             )
         if self._has_windows and _has_holes(mask):
             raise RequestError(
@@ -291,6 +297,11 @@ class BatchRows:
             f"{len(tables)} rows of up to {longest} tokens need {need / 1e6:.1f} MB and memory={limit / 1e6:.1f} MB is "
             f"the limit: about {fits} tokens a row fit. Raise memory=, take kv='int8', or a smaller batch"
         )
+
+
+def ends_in_padding(mask: torch.Tensor) -> bool:
+    """Whether the newest column of a row of the mask [B, columns] is padding behind tokens."""
+    return mask.shape[1] > 0 and bool((mask.to(torch.bool).any(dim=1) & (mask[:, -1] == 0)).any())
 
 
 def _has_holes(mask: torch.Tensor) -> bool:

@@ -7,10 +7,11 @@ break off anywhere and be abandoned.
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 
-from ktransformer2.errors import OutOfMemoryError, UnsupportedModelError
+from ktransformer2.errors import OutOfMemoryError, RequestError, UnsupportedModelError
 from ktransformer2.integrations.batch_rows import BatchRows
 from ktransformer2.kernels import reference
 from ktransformer2.kernels.attention import seal, store_kv
@@ -86,7 +87,7 @@ class ForwardStep:
         out = q.new_zeros(0, q.shape[1], v.shape[2]) if only_padding else self._attention.attend(call, q, k, v)
         padded = self.padded.padded(out)  # [N, H, Dv] -> [B, T, H, Dv]
         self.num_done += 1
-        return padded
+        return _without_gradients(padded, query, key, value)
 
     def gathered(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store one layer's rows; all of it that their queries may see, [B, G, S, Dk] and [B, G, S, Dv]."""
@@ -99,7 +100,7 @@ class ForwardStep:
         views = reference.gather(k, v, batch, column, None if window is None else window - 1)
         keys, values = (torch.stack(rows).to(key.dtype) for rows in zip(*views, strict=True))
         self.num_done += 1
-        return keys, values
+        return _without_gradients(keys, key), _without_gradients(values, value)
 
     def publish(self) -> None:
         """All layers are done. Token ids of another shape are of another call, and nobody's."""
@@ -113,6 +114,29 @@ class ForwardStep:
         """The pass broke off; the rows are as before it."""
         self._rows.abandon()
         self._rows.cache.discharge(self._view_bytes)
+
+
+class _NoGradients(torch.autograd.Function):
+    """What came out of the cache, tied to what went in: a backward pass raises instead of leaving attention out."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise RequestError(
+            "no gradients go through this cache; call the model with use_cache=False or a transformers DynamicCache to "
+            "train it, or inside torch.no_grad() to answer"
+        )
+
+
+def _without_gradients(out: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
+    """`out`; where a backward pass would go on to `sources`, it raises RequestError."""
+    if not torch.is_grad_enabled() or not any(source.requires_grad for source in sources):
+        return out
+    tied: torch.Tensor = _NoGradients.apply(out, *sources)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    return tied
 
 
 def _charge_view(rows: BatchRows, num_rows: int, num_new: int) -> int:
