@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 
-from ktransformer2.errors import ModelError, ModelNotFoundError
+from ktransformer2.errors import ModelError, ModelNotFoundError, NotReachableError
 from ktransformer2.models.hub import fetch
 from ktransformer2.models.loading import load_model
 from tests.models.fake_hub import COMMIT, FakeHub, running
@@ -89,3 +90,20 @@ def test_a_hub_that_cannot_be_reached_is_named(hub: FakeHub, monkeypatch: pytest
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(ModelError, match=r"http://127\.0\.0\.1:9 cannot be reached"):
         load_model("lab/other")
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_twice_without_a_word(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = fetch("lab/tiny-llama", file="config.json")
+    logger, pauses = logging.getLogger("huggingface_hub"), []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    monkeypatch.setattr(logger, "propagate", True)
+    logger.setLevel(logging.WARNING)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(NotReachableError, match=r"http://127\.0\.0\.1:9 cannot be reached"):
+        fetch("lab/other", file="config.json")
+    assert pauses == [0.5, 0.0]
+    assert caplog.messages == []
+    assert logger.level == logging.WARNING
+    assert fetch("lab/tiny-llama", file="config.json") == kept  # what is here is good enough

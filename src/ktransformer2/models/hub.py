@@ -9,6 +9,9 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
@@ -30,6 +33,7 @@ from ktransformer2.models.weight_files import StoredTensor
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 _UNWANTED = ["original/*", "consolidated*", "onnx/*", "*/*"]
 _MAX_NEAR_NAMES = 5
+_ANSWER_S, _AGAIN_AFTER_S = 5.0, 0.5
 _log = logging.getLogger(__name__)
 
 
@@ -45,20 +49,22 @@ def fetch(repo_id: str, revision: str | None = None, offline: bool | None = None
     Raises ModelNotFoundError (with near names), or ModelError saying what to do.
     """
     try:
-        if file is not None:
+        with _quietly():
+            if file is not None:
+                local = bool(offline) or not _answers(repo_id)
+                return Path(
+                    hf_hub_download(repo_id, file, revision=revision, local_files_only=local, endpoint=endpoint())
+                )
             return Path(
-                hf_hub_download(repo_id, file, revision=revision, local_files_only=bool(offline), endpoint=endpoint())
+                snapshot_download(
+                    repo_id,
+                    revision=revision,
+                    local_files_only=bool(offline),
+                    allow_patterns=_WANTED,
+                    ignore_patterns=_UNWANTED,
+                    endpoint=endpoint(),
+                )
             )
-        return Path(
-            snapshot_download(
-                repo_id,
-                revision=revision,
-                local_files_only=bool(offline),
-                allow_patterns=_WANTED,
-                ignore_patterns=_UNWANTED,
-                endpoint=endpoint(),
-            )
-        )
     except Exception as error:
         raise _explained(error, repo_id, revision, bool(offline)) from error
 
@@ -69,7 +75,8 @@ def stored_tensors(repo_id: str, revision: str | None = None) -> list[StoredTens
     Raises ModelError, as `fetch`, also where the model has no safetensors.
     """
     try:
-        found = HfApi(endpoint=endpoint()).get_safetensors_metadata(repo_id, revision=revision)
+        with _quietly():
+            found = HfApi(endpoint=endpoint()).get_safetensors_metadata(repo_id, revision=revision)
     except NotASafetensorsRepoError as error:
         raise ModelFileError(f"{repo_id}: holds no safetensors; name a GGUF file, or another model") from error
     except Exception as error:
@@ -79,6 +86,33 @@ def stored_tensors(repo_id: str, revision: str | None = None) -> list[StoredTens
         for file in found.files_metadata.values()
         for name, tensor in file.tensors.items()
     ]
+
+
+def _answers(repo_id: str) -> bool:
+    """Whether the hub answers, whatever it says; asked twice. For one file huggingface_hub would go on for 23 s."""
+    for pause_s in (_AGAIN_AFTER_S, 0.0):
+        try:
+            HfApi(endpoint=endpoint()).model_info(repo_id, timeout=_ANSWER_S)
+        except (HfHubHTTPError, HFValidationError):
+            return True
+        except Exception as error:  # whichever its HTTP library raises; what follows from it is told by `fetch`
+            _log.debug("the hub does not answer: %s", error)
+            time.sleep(pause_s)
+        else:
+            return True
+    return False
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the warnings of huggingface_hub: every failure is told once, by our own error."""
+    logger = logging.getLogger("huggingface_hub")
+    before = logger.level
+    logger.setLevel(max(before, logging.ERROR))
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _explained(error: Exception, repo_id: str, revision: str | None, offline: bool) -> ModelError:
