@@ -1,3 +1,5 @@
+"""Text out of tokens: whole characters only, any bytes, and answers cut before a stop string."""
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,3 +1,5 @@
+"""What `memory="auto"` takes: of the machine, of its control groups, and of what is of use."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Which token is chosen: penalties, cuts, draws and log probabilities, against the plain formula."""
+
 from __future__ import annotations
 
 import math

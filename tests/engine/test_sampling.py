@@ -1,3 +1,5 @@
+"""What a request may ask of the sampler, and what is said to the rest."""
+
 from __future__ import annotations
 
 import math
