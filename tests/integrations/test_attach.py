@@ -21,6 +21,7 @@ from ktransformer2.integrations.attach import Attachment, CallUsage, attach
 from ktransformer2.integrations.transformers_cache import DynamicKVCache
 from ktransformer2.models.demo import byte_tokenizer
 from ktransformer2.models.hf import cache_keyword
+from ktransformer2.models.registry import ATTENTION_NAME
 from tests.integrations.answers import (
     BLOCK,
     FOUR_BEAMS,
@@ -359,6 +360,30 @@ def test_a_call_inside_a_call_runs_as_without_it(llama: PreTrainedModel) -> None
         assert (held.num_plain_calls, held.usage) == (1, CallUsage(45, 0))
 
 
+def test_plain_calls_of_a_model_that_came_with_our_attention() -> None:
+    for family in ("llama", "gemma2"):
+        model, bare = small(family, attention=ATTENTION_NAME), shared(family)
+        embedded = {"inputs_embeds": model.get_input_embeddings()(draw()["input_ids"]).detach()}
+        with attached(model) as held:
+            assert torch.equal(generated(model, draw(), use_cache=False), generated(bare, draw()))
+            assert torch.equal(generated(model, embedded), generated(bare, embedded))
+            own = DynamicKVCache(model.config, memory="64MB", kv="full")
+            padded = draw(2, 30, pads=(0, 5))
+            assert torch.equal(generated(model, padded, own), generated(bare, padded))
+            assert held.num_plain_calls == 3
+            assert torch.equal(generated(model, draw()), generated(bare, draw()))
+        assert_as_it_came(model, ATTENTION_NAME)
+
+
+def test_a_plain_call_has_read_nothing_from_this_cache(llama: PreTrainedModel) -> None:
+    with attached(llama) as held:
+        for _ in range(2):
+            generated(llama, draw())
+        assert held.usage == CallUsage(45, 44)
+        generated(llama, draw(), use_cache=False)
+        assert held.usage == CallUsage(0, 0)
+
+
 # --- the model, before and after
 
 
@@ -600,6 +625,35 @@ def test_calls_from_threads_wait_for_each_other(llama: PreTrainedModel) -> None:
         for seed, answer in found.items():
             assert torch.equal(answer, generated(shared("llama"), draw(2, 50, seed % 2)))
         assert_nothing_is_held(held)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", ATTENTION_NAME])
+def test_the_model_is_called_in_another_thread_while_it_generates(attention: str) -> None:
+    model, bare, inputs = small("llama", attention=attention), shared("llama"), draw(2, 30, pads=(0, 7))
+    found: list[torch.Tensor] = []
+
+    def ask() -> None:
+        with torch.no_grad():
+            found.append(model(**inputs, use_cache=False).logits)
+
+    def meanwhile(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        return scores
+
+    with attached(model):
+        answer = generated(model, draw(), logits_processor=[meanwhile])
+        assert torch.equal(answer, generated(bare, draw()))
+    with torch.no_grad():
+        expected = bare(**inputs, use_cache=False).logits
+    real = inputs["attention_mask"].to(torch.bool)
+    assert len(found) == NUM_NEW
+    for logits in found:
+        torch.testing.assert_close(logits[real], expected[real], rtol=1e-4, atol=1e-4)
+    if attention == ATTENTION_NAME:
+        with pytest.raises(UnsupportedModelError, match="from a cache of this package"):
+            ask()
 
 
 def test_a_call_that_waited_while_the_cache_was_detached_is_told(llama: PreTrainedModel) -> None:

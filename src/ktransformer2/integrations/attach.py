@@ -73,7 +73,8 @@ def attach(model: PreTrainedModel, *, kv: str = "auto", memory: str | int = "aut
 
 
 class Attachment:
-    """A model's cache while it is attached. `cache.stats()` has the figures; `usage` those of the last call."""
+    """A model's cache while it is attached. `cache.stats()` has the figures; `usage` those of the last call, (0, 0) of
+    one that ran as without the cache."""
 
     def __init__(self, model: PreTrainedModel, kv: str, memory: str | int, knobs: Mapping[str, Any]) -> None:
         if model in _attached:
@@ -168,7 +169,10 @@ class Attachment:
 
     def _run_plain(self, values: dict[str, Any], outer: _Running | None) -> Any:
         """As without this cache; `outer`: the call that this one was made in, whose attention is the registered one."""
-        with nullcontext() if outer is None or outer.plain else self._model.original_attention():
+        if outer is None:
+            self.usage = CallUsage(0, 0)
+        reads_pages = outer is None and isinstance(call.given_cache(values), DynamicKVCache)
+        with nullcontext() if reads_pages else self._model.plain_attention():
             return self._generate(**values)
 
     def _run(self, given: DynamicKVCache | None, values: dict[str, Any]) -> Any:

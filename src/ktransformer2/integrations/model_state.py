@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator
 import torch
 from torch.nn.modules import module as torch_module
 
-_RUN = 16  # bytes of a tensor that are read at once, at four places
+_RUN = 32  # bytes of a tensor that are read at once: at its middle and at its end
 # What PEFT's layers say of the adapters that take part; other modules have no such names.
 _ADAPTER_NAMES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
@@ -21,8 +21,9 @@ def model_state(model: torch.nn.Module, own_hook: int) -> bytes:
     """A digest that changes when weights, buffers, hooks, patched `forward`s, modules or PEFT adapters do.
 
     `own_hook`: the number of a hook that changes nothing. Of every tensor its place, its version (not for tensors made
-    in inference mode) and 64 bytes from four places are looked at. Not seen: a write through `.data` that leaves these
-    as they were; what a hook computes with, when the hook stays; attributes that a module of another package reads.
+    in inference mode) and 64 bytes, half of them amid it and half at its end, are looked at. Not seen: a write through
+    `.data` that leaves these as they were; what a hook computes with, when the hook stays; attributes that a module of
+    another package reads.
     """
     places: list[Hashable] = []
     samples: list[bytes] = []
@@ -30,8 +31,13 @@ def model_state(model: torch.nn.Module, own_hook: int) -> bytes:
     places.append((*torch_module._global_forward_hooks, *torch_module._global_forward_pre_hooks))
     for module in _modules(model):
         own = module.__dict__
-        hooks = (*module._forward_hooks, *(number for number in module._forward_pre_hooks if number != own_hook))
-        places.append((id(module), hooks, id(own["forward"]) if "forward" in own else 0))
+        places.append(id(module))
+        if module._forward_hooks or module._forward_pre_hooks:
+            before = [number for number in module._forward_pre_hooks if number != own_hook]
+            if before or module._forward_hooks:
+                places.append((before, tuple(module._forward_hooks)))
+        if "forward" in own:
+            places.append(("forward", id(own["forward"])))
         if "_active_adapter" in own or "_disable_adapters" in own:
             places.append(repr([own.get(name) for name in _ADAPTER_NAMES]))
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -63,7 +69,6 @@ def _sample(tensor: torch.Tensor, place: int) -> bytes:
     if not tensor.is_contiguous():
         few = tensor.detach()[tuple(slice(None, None, max(1, size // 2)) for size in tensor.shape)]
         return few.flatten().view(torch.uint8).numpy().tobytes()
-    if num_bytes <= 4 * _RUN:
+    if num_bytes <= 2 * _RUN:
         return ctypes.string_at(place, num_bytes)
-    last = num_bytes - _RUN
-    return b"".join(ctypes.string_at(place + last * part // 3, _RUN) for part in range(4))
+    return ctypes.string_at(place + num_bytes // 2 - _RUN, _RUN) + ctypes.string_at(place + num_bytes - _RUN, _RUN)

@@ -24,7 +24,7 @@ from ktransformer2.models.batch import FlatBatch
 from ktransformer2.models.fingerprint import fingerprint, hash_tensors
 from ktransformer2.models.independence import can_choose_logits
 from ktransformer2.models.probe import observe, refuse_unservable, text_config
-from ktransformer2.models.registry import ATTENTION_NAME, LayerCall, quiet_transformers, receiving, register
+from ktransformer2.models.registry import ATTENTION_NAME, LayerCall, lent, quiet_transformers, receiving, register
 
 
 class StepAttention:
@@ -98,9 +98,33 @@ class HFModel:
 
     @contextmanager
     def registered_attention(self) -> Iterator[None]:
-        """The registered attention inside the block, whatever was set before, for a model that is not ours to keep."""
+        """The registered attention inside the block, whatever was set before, for a model that is not ours to keep.
+
+        Calls of the model in other threads meanwhile have its own: `plain_attention_name`.
+        """
         before: str = _attention_of(self.model)
-        _use_registered_attention(self.model)
+        with lent(text_config(self.model.config), self.plain_attention_name):
+            _use_registered_attention(self.model)
+            try:
+                yield
+            finally:
+                self.model.set_attn_implementation(before)
+
+    @property
+    def plain_attention_name(self) -> str:
+        """The attention that the model came with; where that is the registered one, what transformers has for it."""
+        if self._own_attention != ATTENTION_NAME:
+            return self._own_attention
+        softcap = getattr(text_config(self.model.config), "attn_logit_softcapping", None)  # which SDPA may drop
+        return "sdpa" if self.model._supports_sdpa and softcap is None else "eager"
+
+    @contextmanager
+    def plain_attention(self) -> Iterator[None]:
+        """An attention of transformers' own inside the block, for calls that know nothing of this package: where the
+        registered one is set, that of `plain_attention_name`."""
+        before = _attention_of(self.model)
+        if before == ATTENTION_NAME:
+            self.model.set_attn_implementation(self.plain_attention_name)
         try:
             yield
         finally:

@@ -11,8 +11,9 @@ Knows no page and no geometry. Invariant: a keyword that is not understood raise
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from logging import ERROR
 from typing import Any, Protocol
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from ktransformer2.errors import UnsupportedModelError
@@ -126,6 +129,33 @@ def read_next_mask(reader: MaskReader) -> None:
     _mask_reader.set(weakref.ref(reader))
 
 
+_lent: dict[int, str] = {}  # the attention of their own of models that are attached, by the id of a config that lives
+
+
+@contextmanager
+def lent(config: PreTrainedConfig, own_attention: str) -> Iterator[None]:
+    """Inside the block the model of this config has the registered attention, from which calls of other threads fall
+    through to its own."""
+    before = _lent.get(id(config))
+    _lent[id(config)] = own_attention
+    try:
+        yield
+    finally:
+        if before is None:
+            del _lent[id(config)]
+        else:
+            _lent[id(config)] = before
+
+
+def _own_attention(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """The attention of transformers' own that the layer of a lent model has; None: it is not lent."""
+    name = _lent.get(id(getattr(module, "config", None)))
+    if name is None:
+        return None
+    eager: Callable[..., Any] | None = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return eager if name == "eager" else ALL_ATTENTION_FUNCTIONS.get(name, eager)
+
+
 def _current() -> Receiver:
     receiver = _receiver.get()
     if receiver is None:
@@ -159,14 +189,19 @@ def attention(
     value: torch.Tensor | PagedRows,
     attention_mask: torch.Tensor | None = None,
     **keywords: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The attention function that transformers calls: [1, H, T, Dk], [1, G, T, Dk], [1, G, T, Dv] -> [1, T, H, Dv].
 
-    With `PagedRows` in place of keys and values a batch of any size is served.
+    With `PagedRows` in place of keys and values a batch of any size is served. A call of a lent model that brings
+    tensors while nobody receives is another thread's: its own attention answers.
 
     Raises UnsupportedModelError for a keyword it does not understand and for a module that is not a causal layer.
     """
     name = type(module).__name__
+    own = None if isinstance(key, PagedRows) or _receiver.get() is not None else _own_attention(module)
+    if own is not None:
+        found: tuple[torch.Tensor, torch.Tensor | None] = own(module, query, key, value, attention_mask, **keywords)
+        return found
     _refuse_unknown(name, {"attention_mask": attention_mask, **keywords})
     if not getattr(module, "is_causal", True):
         raise UnsupportedModelError(f"{name} attends in both directions; only causal models can be cached")
@@ -193,12 +228,16 @@ def attention(
     return receiver.attend(call, q, k, v).unsqueeze(0), None  # [1, T, H, Dv]
 
 
-def mask(**request: Any) -> None:
-    """The mask function that transformers calls; there is never a mask."""
+def mask(**request: Any) -> Any:
+    """The mask function that transformers calls. There is no mask, but for another thread's call of a lent model."""
     waiting = _mask_reader.get()
     _mask_reader.set(None)
     reader = waiting() if waiting is not None else None
-    (reader if reader is not None and _receiver.get() is None else _current()).mask(request)
+    receiver = _receiver.get()
+    if receiver is None and reader is None and (name := _lent.get(id(request.get("config")))) is not None:
+        return ALL_MASK_ATTENTION_FUNCTIONS[name](**request)
+    (reader if reader is not None and receiver is None else _current()).mask(request)
+    return None
 
 
 def register() -> None:
