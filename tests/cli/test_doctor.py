@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from ktransformer2.cli.checkup import Check
 from ktransformer2.cli.doctor import shown_checks
 from ktransformer2.engine.memory_budget import Memory
 from ktransformer2.engine.troubles import TROUBLES
+from ktransformer2.monitor import mock, serve_metrics
+from ktransformer2.monitor.client import MonitorClient
+from tests.cache.factories import make_cache, start
 from tests.cli.invoking import assert_as_before, failed, invoke
 
 ALWAYS = ["settings", "python", "ktransformer2", "torch", "transformers", "memory", "huge pages", "kernels", "threads"]
@@ -209,6 +213,44 @@ def test_live_refuses_what_is_no_snapshot(content: str, why: str, tmp_path: Path
     message = failed(invoke("doctor", "--live", "--stats", counters), guard.EXIT_USAGE)
     assert str(counters) in message
     assert why in message
+
+
+def test_live_reads_a_running_cache() -> None:
+    with closing(make_cache()) as cache, serve_metrics(cache, 0) as server:
+        result = invoke("doctor", "--live", "--url", server.url)
+        assert result.exit_code == 0, result.stderr
+        told, figures, last = result.stdout.splitlines()
+        assert told == f"Counters of the cache at {server.url}; of its engine none is served."
+        assert figures.startswith("hit ratio ")
+        assert "preemptions" not in figures + last
+        table = start(cache, list(range(20)))
+        assert table is not None
+        cache.release(table)
+        cache.maintain()
+        found = json.loads(invoke("doctor", "--live", "--url", server.url, "--json").stdout)
+        assert (found["ok"], found["source"], found["findings"]) == (True, server.url, [])
+
+
+def test_live_finds_what_troubles_a_running_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = mock.answer(0)
+    answer["cache"] |= {"lookup_tokens": 10**6, "hit_tokens": 0, "evictions": {"room": 10**6}}
+    monkeypatch.setattr(MonitorClient, "stats", lambda self: answer)
+    result = invoke("doctor", "--live", "--url", "http://127.0.0.1:1")
+    assert result.exit_code == guard.EXIT_FAILED
+    assert "TROUBLE  eviction churn: " in result.stdout
+
+
+def test_live_without_a_server_is_not_reachable() -> None:
+    message = failed(invoke("doctor", "--live", "--url", "http://127.0.0.1:9"), guard.EXIT_NOT_REACHABLE)
+    assert "no server answers at http://127.0.0.1:9" in message
+
+
+def test_live_wants_one_source(tmp_path: Path) -> None:
+    (tmp_path / "x").touch()
+    both = invoke("doctor", "--live", "--url", "http://127.0.0.1:9", "--stats", tmp_path / "x")
+    assert failed(both, guard.EXIT_USAGE) == "error: give one of --url and --stats"
+    alone = invoke("doctor", "--live", "--key-file", tmp_path / "x")
+    assert failed(alone, guard.EXIT_USAGE) == "error: --key-file goes with --url"
 
 
 def test_the_manual_names_every_trouble(repository: Path) -> None:
