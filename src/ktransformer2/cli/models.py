@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,32 +26,21 @@ def listed(context: typer.Context, as_json: JsonFlag = False) -> None:
     from ktransformer2.config import format_bytes
     from ktransformer2.models.inventory import local_models
 
-    found = local_models()
-    if as_json:
-        rows = [
-            {
-                "name": model.name,
-                "form": model.form,
-                "bytes": model.num_bytes,
-                "context": model.context_tokens,
-                "architecture": model.architecture,
-                "path": str(model.path),
-            }
-            for model in found
-        ]
-        write(json.dumps({"models": rows}, indent=1) + "\n")
-        return
-    shown: list[dict[str, object]] = [
+    rows: list[dict[str, Any]] = [
         {
             "name": model.name,
             "form": model.form,
-            "bytes": format_bytes(model.num_bytes),
+            "bytes": model.num_bytes,
             "context": model.context_tokens,
             "architecture": model.architecture,
             "path": str(model.path),
         }
-        for model in found
+        for model in local_models()
     ]
+    if as_json:
+        write(json.dumps({"models": rows}, indent=1) + "\n")
+        return
+    shown = [row | {"bytes": format_bytes(row["bytes"])} for row in rows]
     write((table(shown) or "No model yet: `ktransformer run MODEL` takes a folder, a file or a hub id.") + "\n")
 
 
