@@ -9,7 +9,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from ktransformer2 import cli
+from ktransformer2.cli.commands import app
 from tests.conftest import REPOSITORY
 
 CLI = [sys.executable, "-m", "ktransformer2.cli"]
@@ -17,7 +17,7 @@ SNAPSHOTS = REPOSITORY / "tests" / "snapshots"
 
 
 def invoke(*arguments: str | Path, stdin: str = "") -> Any:
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], input=stdin, env={"COLUMNS": "100"})
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin, env={"COLUMNS": "100"})
 
 
 def failed(result: Any, code: int) -> str:

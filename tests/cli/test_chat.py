@@ -123,7 +123,7 @@ def test_help_and_stats(tiny_model_folder: Path, tmp_path: Path) -> None:
     ("line", "why"),
     [
         ("/stat", 'unknown command /stat; did you mean /stats? A text that begins with a slash goes into """ """'),
-        ("/zzz", "unknown command /zzz; /help lists them"),
+        ("/zzz", "unknown command /zzz; /help lists them. A text that begins with a slash"),
         ("/save", "/save wants FILE"),
         ("/load /no/such/file", "/no/such/file cannot be read"),
         ("/file /no/such/file", "/no/such/file cannot be read"),

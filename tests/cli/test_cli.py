@@ -16,8 +16,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from ktransformer2 import cli
 from ktransformer2.cli import guard
+from ktransformer2.cli.commands import app
 from ktransformer2.cli.run import prompt_text
 from tests.cli.invoking import CLI, failed, invoke
 
@@ -66,7 +66,7 @@ def test_an_empty_prompt_is_refused_before_weights_are_read(
     tiny_model_folder: Path, arguments: tuple[str, ...]
 ) -> None:
     result = invoke("run", tiny_model_folder, *arguments)
-    assert "prompt is empty" in failed(result, guard.EXIT_FAILED)
+    assert "prompt is empty" in failed(result, guard.EXIT_USAGE)
     assert "weights" not in result.stderr
 
 
@@ -74,7 +74,7 @@ def test_an_empty_prompt_is_refused_before_weights_are_read(
 def test_bytes_that_are_no_text_are_refused_before_weights_are_read(
     tiny_model_folder: Path, arguments: tuple[str, ...], place: str
 ) -> None:
-    result = CliRunner().invoke(cli.app, ["run", str(tiny_model_folder), *arguments], input=b"ab\xff")
+    result = CliRunner().invoke(app, ["run", str(tiny_model_folder), *arguments], input=b"ab\xff")
     assert failed(result, guard.EXIT_FAILED) == f"error: {place} is no UTF-8 text"
     assert "weights" not in result.stderr
 
@@ -116,7 +116,9 @@ def test_memory_that_is_too_small_does_not_fit(tiny_model_folder: Path) -> None:
     result = invoke("run", tiny_model_folder, "-p", "x" * 4000, "--memory", "1MB", "--max-new-tokens", "5000")
     message = failed(result, guard.EXIT_DOES_NOT_FIT)
     assert "5000" in message
-    assert "longest" in message
+    assert "longest" not in message  # there is none: the reserve alone is too much
+    shorter = invoke("run", tiny_model_folder, "-p", "x" * 4000, "--memory", "1MB", "--max-new-tokens", "100")
+    assert "The longest prompt that fits with this reserve is 1179 tokens." in failed(shorter, guard.EXIT_DOES_NOT_FIT)
 
 
 def test_prompt_longer_than_the_model_does_not_fit(tiny_model_folder: Path) -> None:
@@ -130,10 +132,76 @@ def test_settings_that_are_wrong_are_usage_errors(tiny_model_folder: Path) -> No
     )
     message = failed(invoke("run", tiny_model_folder, "-p", "x", "--max-new-tokens", "0"), guard.EXIT_USAGE)
     assert message == "error: --max-new-tokens: max_new_tokens=0 is not allowed; allowed: 1 or more"
-    for arguments in (("--kv", "int4"), ("--top-p", "2"), ("--temperature", "-1"), ("--no-such-flag",)):
-        result = invoke("run", tiny_model_folder, "-p", "x", *arguments)
-        assert result.exit_code == guard.EXIT_USAGE
-        assert "Usage:" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--kv", "int9"), "--kv: 'int9' is not one of 'auto', 'full', 'int8'; did you mean 'int8'?"),
+        (("--max-new-token", "3"), "no such option '--max-new-token'; did you mean '--max-new-tokens'?"),
+        (("--no-such-flag",), "no such option: --no-such-flag; `ktransformer run --help` lists what there is"),
+        (("--top-p", "0"), "--top-p: top_p=0.0 is not allowed; allowed: above 0 to 1"),
+        (("--top-p", "2"), "--top-p: top_p=2.0 is not allowed; allowed: above 0 to 1"),
+        (("--temperature", "-1"), "--temperature: temperature=-1.0 is not allowed; allowed: 0 or more"),
+        (
+            ("--repetition-penalty", "0"),
+            "--repetition-penalty: repetition_penalty=0.0 is not allowed; allowed: above 0",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", [("run", "-p", "x"), ("chat",)], ids=["run", "chat"])
+def test_a_wrong_flag_is_one_line_before_a_library_is_loaded(
+    command: tuple[str, ...], arguments: tuple[str, ...], message: str
+) -> None:
+    result = invoke(command[0], "/no/such/model", *command[1:], *arguments)
+    assert failed(result, guard.EXIT_USAGE) == "error: " + message.replace(
+        "ktransformer run", f"ktransformer {command[0]}"
+    )
+    assert "libraries" not in result.stderr
+
+
+def test_what_fits_is_told_in_flags(tiny_model_folder: Path) -> None:
+    message = failed(invoke("run", tiny_model_folder, "-p", "x", "--memory", "10kB"), guard.EXIT_DOES_NOT_FIT)
+    assert "is 0 tokens" not in message
+    assert "Raise --memory, lower --max-new-tokens" in message
+
+
+@pytest.mark.parametrize("entry", ["main", "monitor_main"])
+def test_ctrl_c_while_commands_are_imported_is_130_without_a_traceback(entry: str) -> None:
+    script = (
+        "import os, signal, sys\n"
+        "class Stop:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'typer':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        f"sys.meta_path.insert(0, Stop())\nfrom ktransformer2 import cli\ncli.{entry}()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (guard.EXIT_INTERRUPTED, "", "")
+
+
+def test_a_second_ctrl_c_is_130_without_a_traceback() -> None:
+    script = (
+        "import os, signal, typer\nfrom ktransformer2.cli import guard\n"
+        "app = typer.Typer()\n"
+        "def told(*_, **__):\n    os.kill(os.getpid(), signal.SIGINT)\n"
+        "guard.typer.echo = told\n"  # while the first one is told of
+        "@app.command()\n@guard.reported\ndef wait() -> None:\n    os.kill(os.getpid(), signal.SIGINT)\n"
+        "guard.start(app)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (guard.EXIT_INTERRUPTED, "", "")
+
+
+def test_ctrl_c_while_python_ends_draws_no_traceback() -> None:
+    script = (
+        "import atexit, os, signal, typer\nfrom ktransformer2.cli import guard\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+        "app = typer.Typer()\n@app.command()\ndef nothing() -> None:\n    pass\n"
+        "guard.start(app)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")  # which a shell shows as 130
 
 
 def test_ctrl_c_is_130_without_a_traceback(tiny_model_folder: Path) -> None:

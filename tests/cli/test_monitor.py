@@ -184,8 +184,8 @@ def test_a_recording_that_is_none(tmp_path: Path) -> None:
 
 def test_it_needs_no_torch_and_no_prometheus() -> None:
     script = (
-        "import sys\nfrom ktransformer2.cli.monitor import main\nsys.argv = ['ktransformer-monitor', '--mock']\n"
-        "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code\n"
+        "import sys\nfrom ktransformer2.cli import monitor_main\nsys.argv = ['ktransformer-monitor', '--mock']\n"
+        "try:\n    monitor_main()\nexcept SystemExit as stop:\n    assert not stop.code\n"
         "print(sorted({'torch', 'numpy', 'prometheus_client'} & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -75,4 +75,6 @@ def test_wrong_input_is_one_line() -> None:
     assert "no model is named" in failed(invoke("plan"), 2)
     assert "token count 'long' is not understood" in failed(invoke("plan", "x", "--ctx", "long"), 2)
     assert "size 'much' is not understood" in failed(invoke("plan", "x", "--total", "much"), 2)
+    assert failed(invoke("plan", "x", "--ctx", "0"), 2) == "error: --ctx: '0' is not allowed; allowed: 1 or more"
+    assert failed(invoke("plan", "x", "--total", "0"), 2) == "error: --total: '0' is not allowed; allowed: 1 or more"
     assert "no file or folder './nowhere'" in failed(invoke("plan", "./nowhere"), 1)

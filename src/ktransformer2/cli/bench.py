@@ -10,6 +10,7 @@ import typer
 
 from ktransformer2.cli.files import check_place
 from ktransformer2.cli.guard import reported
+from ktransformer2.cli.options import some
 
 
 class Bench(StrEnum):
@@ -39,7 +40,9 @@ def bench(
     seed: Annotated[int | None, typer.Option(help="What is drawn, is drawn from it.")] = None,
     dtype: Annotated[str | None, typer.Option(help="fp32 or bf16; else what the targets were set for.")] = None,
     prompts: Annotated[int | None, typer.Option(help="How many prompts.", min=1)] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="The longest prompt.", min=1)] = None,
+    max_tokens: Annotated[
+        str | None, typer.Option(metavar="TOKENS", help="The longest prompt, such as 8192 or 32k.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Another model than the pinned one.")] = None,
     part: Annotated[
         list[str] | None, typer.Option(help="Only this part of memory or fidelity; may be given again.")
@@ -53,13 +56,14 @@ def bench(
         check_place(json_path, "--json")
     from ktransformer2.bench.outcome import BenchOptions
     from ktransformer2.bench.run import main as run_bench
+    from ktransformer2.config import parse_tokens
 
     seeded = {} if seed is None else {"seed": seed}
     options = BenchOptions(
         quick=quick,
         dtype=dtype,
         num_prompts=prompts,
-        max_tokens=max_tokens,
+        max_tokens=None if max_tokens is None else some(max_tokens, parse_tokens, "--max-tokens"),
         model=model,
         parts=tuple(part or ()),
         **seeded,

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ktransformer2.cli.guard import EXIT_DOES_NOT_FIT, EXIT_FAILED, EXIT_INTERRUPTED, fail, reported, write
+from ktransformer2.cli.guard import EXIT_DOES_NOT_FIT, EXIT_FAILED, EXIT_INTERRUPTED, fail, in_flags, reported, write
+from ktransformer2.cli.opening import Opening
 from ktransformer2.cli.options import (
     DtypeOption,
     KvOption,
@@ -22,8 +23,6 @@ from ktransformer2.cli.options import (
     TemperatureOption,
     TopKOption,
     TopPOption,
-    named_model,
-    say_kernels,
 )
 
 if TYPE_CHECKING:
@@ -59,36 +58,22 @@ def chat(
 
     /help in the chat lists what it understands; Ctrl-C stops an answer and keeps it.
     """
-    from ktransformer2 import settings
-
-    chosen = settings.resolve(
-        {"model": model, "memory": memory, "kv": kv and kv.value, "dtype": dtype, "max_new_tokens": max_new_tokens}
+    opening = Opening.of(
+        {"model": model, "memory": memory, "kv": kv, "dtype": dtype, "max_new_tokens": max_new_tokens},
+        **{"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p},
+        **{"repetition_penalty": repetition_penalty, "seed": seed},
     )
-    name = named_model(chosen)
     from ktransformer2.cli.conversation import Conversation
-    from ktransformer2.console import Phases, stderr_console
+    from ktransformer2.console import stderr_console
 
     console = stderr_console()
-    phases = Phases(console)
-    with phases.phase("libraries"):
-        from ktransformer2.engine.llm import LLM
-        from ktransformer2.engine.sampling import SamplingParams
-    params = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-    )
-    say_kernels(console)
-    with phases.phase("weights"):
-        llm = LLM(name, **chosen.llm_options)
-    with llm:
-        phases.ready()
+    with opening.opened(console) as llm:
         if not llm.tokenizer.chat_template:
-            fail(f"{llm.source} has no chat format; `ktransformer run {name} --raw` continues a text", EXIT_FAILED)
-        code = Chat(llm, Conversation(system), params, console).run()
+            fail(
+                f"{llm.source} has no chat format; `ktransformer run {opening.model} --raw` continues a text",
+                EXIT_FAILED,
+            )
+        code = Chat(llm, Conversation(system), opening.params, console).run()
     raise typer.Exit(code)
 
 
@@ -132,7 +117,7 @@ class Chat:
                 return slash.obey(self, turn.text)
             self._answer(turn.text)
         except (ContextLengthError, OutOfMemoryError) as error:
-            self._say_refused(f"{error}. {_WAYS_OUT}{self._attached()}", EXIT_DOES_NOT_FIT)
+            self._say_refused(f"{in_flags(str(error))}. {_WAYS_OUT}{self._attached()}", EXIT_DOES_NOT_FIT)
         except KTransformerError as error:
             self._say_refused(str(error), EXIT_FAILED)
         return True

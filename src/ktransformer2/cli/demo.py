@@ -6,13 +6,16 @@ import json
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ktransformer2.cli.files import check_place
 from ktransformer2.cli.guard import reported, to_stdout, write
-from ktransformer2.cli.options import JsonFlag, KvOption, MemoryOption, NewTokensOption, say_kernels
+from ktransformer2.cli.options import JsonFlag, KvOption, MemoryOption, NewTokensOption, say_kernels, some
+
+if TYPE_CHECKING:
+    from ktransformer2.demo.scenario import DemoOptions
 
 
 class Source(StrEnum):
@@ -44,17 +47,12 @@ def demo(
     A real model reads it, answers two questions, and shows the memory it took.
     """
     from ktransformer2 import settings
-    from ktransformer2.config import parse_tokens
     from ktransformer2.console import Phases, stderr_console
     from ktransformer2.demo import report
-    from ktransformer2.demo.scenario import QUICK_CONTEXT_TOKENS, QUICK_NEW_TOKENS, ContractDemo, DemoOptions
+    from ktransformer2.demo.scenario import ContractDemo
 
     chosen = settings.resolve({"memory": memory, "kv": kv and kv.value, "max_new_tokens": max_new_tokens})
-    options = DemoOptions(QUICK_CONTEXT_TOKENS, QUICK_NEW_TOKENS) if quick else DemoOptions()
-    if context is not None:
-        options = replace(options, context_tokens=parse_tokens(context))
-    if max_new_tokens is not None:
-        options = replace(options, max_new_tokens=chosen.values["max_new_tokens"])
+    options = _options(quick, context, None if max_new_tokens is None else chosen.values["max_new_tokens"])
     check_place(png, "--png")
     console = stderr_console()
     phases = Phases(console)
@@ -76,6 +74,17 @@ def demo(
         with to_stdout():
             report.show(result)
     report.save_plot(result, png, console)
+
+
+def _options(quick: bool, context: str | None, max_new_tokens: int | None) -> DemoOptions:
+    """What a quick or a whole run takes, but for what is named."""
+    from ktransformer2.config import parse_tokens
+    from ktransformer2.demo.scenario import QUICK_CONTEXT_TOKENS, QUICK_NEW_TOKENS, DemoOptions
+
+    options = DemoOptions(QUICK_CONTEXT_TOKENS, QUICK_NEW_TOKENS) if quick else DemoOptions()
+    if context is not None:
+        options = replace(options, context_tokens=some(context, parse_tokens, "--context"))
+    return options if max_new_tokens is None else replace(options, max_new_tokens=max_new_tokens)
 
 
 def _sources(source: Source | None, wheel: Path | None) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,12 @@ import typer
 EXIT_FAILED, EXIT_USAGE, EXIT_NOT_REACHABLE, EXIT_DOES_NOT_FIT, EXIT_THRESHOLD, EXIT_INTERRUPTED = 1, 2, 3, 4, 5, 130
 
 P = ParamSpec("P")
+_FLAGS = {
+    "memory='auto'": "--memory auto",
+    "kv='int8'": "--kv int8",
+    "memory=": "--memory",
+    "max_new_tokens": "--max-new-tokens",
+}
 
 
 def fail(message: str, code: int) -> NoReturn:
@@ -34,6 +41,7 @@ def reported(command: Callable[P, None]) -> Callable[P, None]:
         from ktransformer2.errors import (
             ConfigError,
             ContextLengthError,
+            EmptyPromptError,
             KTransformerError,
             NoServerError,
             NotReachableError,
@@ -42,10 +50,10 @@ def reported(command: Callable[P, None]) -> Callable[P, None]:
 
         try:
             command(*args, **kwargs)
-        except ConfigError as error:
+        except (ConfigError, EmptyPromptError) as error:
             fail(str(error), EXIT_USAGE)
         except (OutOfMemoryError, ContextLengthError) as error:
-            fail(str(error), EXIT_DOES_NOT_FIT)
+            fail(in_flags(str(error)), EXIT_DOES_NOT_FIT)
         except (NoServerError, NotReachableError) as error:
             fail(str(error), EXIT_NOT_REACHABLE)
         except KTransformerError as error:
@@ -56,6 +64,13 @@ def reported(command: Callable[P, None]) -> Callable[P, None]:
     return guarded
 
 
+def in_flags(message: str) -> str:
+    """What the library says of its own arguments, as a command line has them."""
+    for argument, flag in _FLAGS.items():
+        message = message.replace(argument, flag)
+    return message
+
+
 def start(app: typer.Typer) -> None:
     """Run a command line: the entry point of a console script."""
     if sys.stdout is None:  # closed by the shell
@@ -64,8 +79,10 @@ def start(app: typer.Typer) -> None:
         sys.stdout.reconfigure(errors="replace")  # an answer may hold more than a terminal's encoding does
     try:
         app()
-    except KeyboardInterrupt:  # before a command's own guard, such as while typer starts
+    except KeyboardInterrupt:  # outside of a command's own guard: while typer starts, or again while it tells of one
         sys.exit(EXIT_INTERRUPTED)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # while Python ends there is nobody to catch it: no traceback
 
 
 @contextmanager

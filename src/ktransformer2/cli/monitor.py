@@ -7,15 +7,16 @@ from typing import Annotated
 
 import typer
 
-from ktransformer2.cli.guard import EXIT_THRESHOLD, reported, start, write
+from ktransformer2.cli.guard import EXIT_THRESHOLD, reported, write
 from ktransformer2.cli.options import JsonFlag, KeyFileOption, UrlOption
+from ktransformer2.cli.usage import Command
 
 app = typer.Typer(
     name="ktransformer-monitor", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
 )
 
 
-@app.command()
+@app.command(cls=Command)
 @reported
 def monitor(
     metric: Annotated[
@@ -61,8 +62,3 @@ def monitor(
         if check and is_red:
             break
     raise typer.Exit(EXIT_THRESHOLD if check and is_red else 0)
-
-
-def main() -> None:
-    """The entry point of the `ktransformer-monitor` command."""
-    start(app)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -41,16 +42,12 @@ DtypeOption = Annotated[
 NewTokensOption = Annotated[
     str | None, typer.Option(metavar="TOKENS", help="The answer's longest length, such as 256 or 1k.")
 ]
-TemperatureOption = Annotated[float, typer.Option(help="0: always the most likely token.", min=0.0)]
-TopKOption = Annotated[int, typer.Option(help="Only the k most likely tokens; 0: all.", min=0)]
-TopPOption = Annotated[
-    float, typer.Option(help="Only the likeliest tokens up to this sum of probabilities; 1: all.", min=0.0, max=1.0)
-]
-MinPOption = Annotated[
-    float, typer.Option(help="Only tokens this likely, relative to the likeliest; 0: all.", min=0.0, max=1.0)
-]
-RepetitionOption = Annotated[float, typer.Option(help="Above 1: repeat less; 1: off.", min=0.01)]
-SeedOption = Annotated[int | None, typer.Option(help="Same seed, same answer.", min=0)]
+TemperatureOption = Annotated[float, typer.Option(help="0: always the most likely token.")]
+TopKOption = Annotated[int, typer.Option(help="Only the k most likely tokens; 0: all.")]
+TopPOption = Annotated[float, typer.Option(help="Only the likeliest tokens up to this sum of probabilities; 1: all.")]
+MinPOption = Annotated[float, typer.Option(help="Only tokens this likely, relative to the likeliest; 0: all.")]
+RepetitionOption = Annotated[float, typer.Option(help="Above 1: repeat less; 1: off.")]
+SeedOption = Annotated[int | None, typer.Option(help="Same seed, same answer.")]
 UrlOption = Annotated[
     str | None, typer.Option(help="Where a cache is served; else http://127.0.0.1:8765.", show_default=False)
 ]
@@ -58,6 +55,19 @@ KeyFileOption = Annotated[
     Path | None, typer.Option(help="A file that holds the server's key.", exists=True, dir_okay=False)
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="The result as one JSON object.")]
+
+
+def some(written: str, parse: Callable[[str], int], option: str) -> int:
+    """What `parse` makes of an option, 1 or more. Raises ConfigError that names the option."""
+    from ktransformer2.errors import ConfigError
+
+    try:
+        value = parse(written)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from error
+    if value < 1:
+        raise ConfigError(f"{option}: {written!r} is not allowed; allowed: 1 or more")
+    return value
 
 
 def named_model(settings: Settings) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ktransformer2.cli.guard import EXIT_DOES_NOT_FIT, fail, reported, write
-from ktransformer2.cli.options import DtypeOption, JsonFlag, KvOption, MemoryOption, ModelArgument, named_model
+from ktransformer2.cli.options import DtypeOption, JsonFlag, KvOption, MemoryOption, ModelArgument, named_model, some
 
 if TYPE_CHECKING:
     from ktransformer2.engine.plan import Plan
@@ -47,9 +47,9 @@ def plan(
 
     process_bytes = planning.idle_process_bytes()
     wish = planning.Wish(
-        num_tokens=None if ctx is None else parse_tokens(ctx),
+        num_tokens=None if ctx is None else some(ctx, parse_tokens, "--ctx"),
         num_sequences=sequences,
-        total_bytes=None if total is None else parse_bytes(total),
+        total_bytes=None if total is None else some(total, parse_bytes, "--total"),
         memory_bytes=None if chosen.memory == "auto" else parse_bytes(chosen.memory),
         cache=CacheConfig.load(chosen.cache_values),
         engine=EngineConfig.load(chosen.engine_values),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ktransformer2.cli.guard import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, fail, reported, write
+from ktransformer2.cli.opening import Opening
 from ktransformer2.cli.options import (
     DtypeOption,
     JsonFlag,
@@ -24,13 +25,11 @@ from ktransformer2.cli.options import (
     TemperatureOption,
     TopKOption,
     TopPOption,
-    named_model,
-    say_kernels,
 )
 
 if TYPE_CHECKING:
+    from ktransformer2.engine.llm import LLM
     from ktransformer2.engine.outputs import RequestOutput
-    from ktransformer2.engine.snapshot import Snapshot
 
 
 @reported
@@ -56,42 +55,24 @@ def run(
     as_json: JsonFlag = False,
 ) -> None:
     """Answer one prompt."""
-    from ktransformer2 import settings
-
-    chosen = settings.resolve(
-        {"model": model, "memory": memory, "kv": kv and kv.value, "dtype": dtype, "max_new_tokens": max_new_tokens}
+    opening = Opening.of(
+        {"model": model, "memory": memory, "kv": kv, "dtype": dtype, "max_new_tokens": max_new_tokens},
+        **{"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p},
+        **{"repetition_penalty": repetition_penalty, "seed": seed},
     )
-    name = named_model(chosen)
     text = prompt_text(prompt, file)
-    from ktransformer2.console import Interrupt, Phases, closing_line, follow, stderr_console
+    from ktransformer2.console import Interrupt, closing_line, follow, stderr_console
 
     console = stderr_console()
-    phases = Phases(console)
-    with phases.phase("libraries"):
-        from ktransformer2.engine.llm import LLM
-        from ktransformer2.engine.sampling import SamplingParams
-        from ktransformer2.engine.snapshot import Snapshot
-    params = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-    )
-    kernels = say_kernels(console)
-    with phases.phase("weights"):
-        llm = LLM(name, **chosen.llm_options)
-    with llm:
-        phases.ready()
+    with opening.opened(console) as llm:
         chat = bool(llm.tokenizer.chat_template) and not raw
-        chunks = llm.stream_chat([{"role": "user", "content": text}], params) if chat else llm.stream(text, params)
+        messages = [{"role": "user", "content": text}]
+        chunks = llm.stream_chat(messages, opening.params) if chat else llm.stream(text, opening.params)
         with Interrupt(llm.engine.cancel) as interrupt:
             output = follow(chunks, (lambda _: None) if as_json else write, console, interrupt)
-        snapshot = Snapshot(llm.cache.stats(), llm.stats())
-    about = {"kernels": kernels, "model": str(llm.source)}
-    write(json.dumps(_run_json(output, snapshot) | about, ensure_ascii=False) + "\n" if as_json else "\n")
-    console.print(closing_line(output.usage, snapshot.cache.peak_bytes), style="bold")
+        found = _run_json(output, llm)
+    write(json.dumps(found, ensure_ascii=False) + "\n" if as_json else "\n")
+    console.print(closing_line(output.usage, found["kv_bytes"]), style="bold")
     if output.finish_reason == "cancelled":
         fail("interrupted", EXIT_INTERRUPTED)
 
@@ -130,8 +111,11 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
     return text
 
 
-def _run_json(output: RequestOutput, snapshot: Snapshot) -> dict[str, Any]:
-    usage = output.usage
+def _run_json(output: RequestOutput, llm: LLM) -> dict[str, Any]:
+    from ktransformer2.engine.snapshot import Snapshot
+    from ktransformer2.kernels.attention import backend_name
+
+    usage, snapshot = output.usage, Snapshot(llm.cache.stats(), llm.stats())
     return {
         "text": output.text,
         "finish_reason": output.finish_reason,
@@ -141,4 +125,6 @@ def _run_json(output: RequestOutput, snapshot: Snapshot) -> dict[str, Any]:
         "ttft_s": usage.ttft_s,
         "kv_bytes": snapshot.cache.peak_bytes,
         "stats": snapshot.as_json(),
+        "kernels": backend_name(),
+        "model": str(llm.source),
     }

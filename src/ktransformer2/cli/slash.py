@@ -33,7 +33,7 @@ def obey(chat: Chat, text: str) -> bool:
         return False
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, [*COMMANDS, *_GOODBYES], n=1)
-        hint = f"did you mean /{near[0]}?" if near else "/help lists them"
+        hint = f"did you mean /{near[0]}?" if near else "/help lists them."
         raise ConfigError(f'unknown command /{name}; {hint} A text that begins with a slash goes into """ """')
     command = COMMANDS[name]
     if command.argument and not command.argument.startswith("[") and not argument.strip():

@@ -72,10 +72,12 @@ class Admission:
         if need <= limit:
             return
         capacity = self._cache.capacity_tokens(chunk)
+        left = capacity - reserve
+        longest = f"The longest prompt that fits with this reserve is {left} tokens. " if left > 0 else ""
         raise OutOfMemoryError(
             f"a prompt of {prompt} tokens and a reserve of {reserve} for the answer need {prompt + reserve} tokens in "
             f"the cache, which are {format_bytes(need)}; the memory limit of {format_bytes(limit)} holds {capacity}. "
-            f"The longest prompt that fits with this reserve is {max(0, capacity - reserve)} tokens. {self._advice()}"
+            f"{longest}{self._advice()}"
         )
 
     def starved(self, sequence: Sequence) -> OutOfMemoryError:
