@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ktransformer2.cache.kv_cache import KVCache
 from ktransformer2.config import CacheConfig
 from ktransformer2.engine.engine import Engine
+from ktransformer2.engine.llm import LLM
 from ktransformer2.engine.sampling import SamplingParams
 from ktransformer2.errors import ConfigError, OutOfMemoryError, RequestError, UnsupportedModelError
 from ktransformer2.integrations.transformers_cache import DynamicKVCache
@@ -664,6 +665,26 @@ def test_wrong_knobs_and_models_are_told_at_once() -> None:
     encoder.is_encoder_decoder = True
     with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
         DynamicKVCache(encoder)
+
+
+@pytest.mark.parametrize("wrong", [None, "model"])
+def test_anything_but_a_config_is_told_at_the_border(wrong: Any) -> None:
+    given: Any = paged("llama") if wrong else None
+    with pytest.raises(ConfigError, match=r"it takes the model's config, DynamicKVCache\(model.config\)"):
+        DynamicKVCache(given)
+    with pytest.raises(ConfigError, match=r"load_model\(\) returned.*attach\(model\)"):
+        LLM(given)
+
+
+@pytest.mark.parametrize("way", ["paged", "gathered"])
+def test_a_shorter_prompt_behind_a_longer_one_is_told(way: str) -> None:
+    model = attentions("llama")[way == "gathered"]
+    cache = cache_of(model)
+    generated(model, draw(1, 40), cache)
+    with pytest.raises(RequestError, match=r"holds 55 columns .*reset\(\) it .*attach"):
+        generated(model, draw(1, 20, 5), cache)
+    cache.reset()
+    assert torch.equal(generated(model, draw(1, 20, 5), cache), generated(shared("llama"), draw(1, 20, 5)))
 
 
 def test_sizes_are_counted_against_the_limit() -> None:

@@ -54,6 +54,11 @@ class LLM:
         `config`: any other field of CacheConfig and EngineConfig.
         Raises: ConfigError, ModelError, OutOfMemoryError.
         """
+        if not isinstance(model, str | Path | LoadedModel):
+            raise ConfigError(
+                f"LLM({type(model).__name__}) is not understood; give a folder, a file, a hub id or what load_model() "
+                "returned. A model of transformers keeps its own generate(): ktransformer2.attach(model)"
+            )
         cache_config, self.engine_config = _configs(kv=kv, memory=memory, block_tokens=block_tokens, **config)
         before = Memory.measure()
         if isinstance(model, LoadedModel):

@@ -22,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from ktransformer2.cache.kv_cache import KVCache
 from ktransformer2.config import CacheConfig, parse_bytes
 from ktransformer2.engine.memory_budget import Memory, auto_memory_bytes
-from ktransformer2.errors import RequestError, UnsupportedModelError
+from ktransformer2.errors import ConfigError, RequestError, UnsupportedModelError
 from ktransformer2.integrations.batch_rows import BatchRows
 from ktransformer2.integrations.forward_step import ForwardStep
 from ktransformer2.integrations.layer_groups import described_groups
@@ -50,6 +50,10 @@ class DynamicKVCache(Cache):
 
         Raises: ConfigError, OutOfMemoryError, UnsupportedModelError for a model that cannot be served exactly.
         """
+        if not isinstance(config, PreTrainedConfig):
+            raise ConfigError(
+                f"DynamicKVCache({type(config).__name__}): it takes the model's config, DynamicKVCache(model.config)"
+            )
         refuse_unservable(config)
         values = {"kv": kv, **knobs}
         values["memory_bytes"] = (
@@ -118,7 +122,16 @@ class DynamicKVCache(Cache):
         return 0 if self._rows is None or layer_idx not in self._windows else self._rows.num_columns
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """(keys, first key) that the mask of a call with `query_length` new columns describes."""
+        """(keys, first key) that the mask of a call with `query_length` new columns describes.
+
+        Raises: RequestError for a call without new columns, as `generate` makes of a prompt that is shorter than what
+        is held.
+        """
+        if query_length == 0 and self._rows is not None and self._rows.num_columns:
+            raise RequestError(
+                f"the cache holds {self._rows.num_columns} columns and this prompt brings none beyond them; reset() it "
+                "before another prompt, or use ktransformer2.attach(model), which finds what prompts share"
+            )
         if self.is_paged:
             read_next_mask(self)
         columns = 0 if self._rows is None or layer_idx not in self._windows else self._rows.num_columns
