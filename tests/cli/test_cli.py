@@ -283,7 +283,8 @@ def test_bench_hands_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         return 5
 
     monkeypatch.setattr(bench_run, "main", main)
-    result = invoke("bench", "fidelity", "--quick", "--check", "--json", tmp_path / "f.json", "--prompts", "3")
+    options_of_a_run = ("--quick", "--check", "--prompts", "3", "--max-tokens", "32k")
+    result = invoke("bench", "fidelity", "--json", tmp_path / "f.json", *options_of_a_run)
     assert result.exit_code == 5
     [(name, options)] = calls
     assert name == "fidelity"
@@ -292,6 +293,9 @@ def test_bench_hands_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert options["quick"]
     assert options["check"]
     assert options["options"].num_prompts == 3
+    assert options["options"].max_tokens == 32 * 1024
+    for wrong in ("0", "many"):
+        assert failed(invoke("bench", "fidelity", "--max-tokens", wrong), guard.EXIT_USAGE).startswith("error: --max-")
 
 
 def test_unknown_bench_is_a_usage_error() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ktransformer2.cli import guard, looking, monitor
+from ktransformer2.cli import guard, looking, monitor, monitor_main
 from ktransformer2.cli.looking import Look
 from ktransformer2.errors import ConfigError
 from ktransformer2.monitor import MetricsServer, mock, serve_metrics
@@ -285,4 +285,4 @@ def test_cache_of_nobody() -> None:
 def test_the_command_is_installed_by_its_name(repository: Path) -> None:
     scripts = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
     module, _, function = scripts["ktransformer-monitor"].partition(":")
-    assert getattr(sys.modules[module], function) is monitor.main
+    assert getattr(sys.modules[module], function) is monitor_main
