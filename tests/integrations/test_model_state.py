@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from ktransformer2.integrations.model_state import model_state
 
-Change = Callable[[torch.nn.Sequential], object]
+Change = Callable[[Any], object]
 
 
 class Adapted(torch.nn.Linear):
@@ -20,8 +21,8 @@ class Adapted(torch.nn.Linear):
         self._active_adapter, self._disable_adapters, self.scaling = ["one"], False, {"one": 2.0}
 
 
-def network() -> torch.nn.Sequential:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 3), Adapted(), torch.nn.BatchNorm1d(3), torch.nn.Module())
+def network() -> Any:
+    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 3), Adapted(), torch.nn.BatchNorm1d(3), torch.nn.Module())
     model[3].register_parameter("odd", torch.nn.Parameter(torch.arange(6.0).view(2, 3).t()))  # not contiguous
     model[3].register_buffer("none", None)
     model[3].register_buffer("large", torch.ones(1000, dtype=torch.bfloat16))
