@@ -1,14 +1,19 @@
 """Every causal architecture of transformers behind the drop-in: equal answers, or refused by a typed error.
 
-What the engine serves is served here too, paged and gathered, and its config describes what its layers hand over.
+What docs/models.md calls served is served here too, paged and gathered, and its config describes what its layers hand
+over; the exceptions are named.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import re
+from functools import cache
+from pathlib import Path
 
 import pytest
+import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktransformer2.errors import ModelError, UnsupportedModelError
@@ -23,6 +28,8 @@ from tests.integrations.answers import Inputs, assert_same, draw, generated
 
 # JetMoE repeats its cached heads before it attends: pages cannot be read in place, a gathered copy can.
 GATHERED_ONLY = ("jetmoe",)
+# Of one version of transformers; on others the table is not compared.
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 SETTINGS = {"max_new_tokens": 4, "min_new_tokens": 4}
 
 
@@ -32,6 +39,41 @@ def by_layer(groups: tuple[LayerGroup, ...]) -> dict[int, tuple[int, int, int, i
         for group in groups
         for layer in group.layers
     }
+
+
+@cache
+def served_by_the_engine() -> frozenset[str]:
+    """Model types of the page's table of what is served."""
+    page = PAGE.read_text()
+    table = page.partition("## Served")[2].partition("## Refused")[0]
+    return frozenset(re.findall(r"^\| ([a-z0-9_.-]+) \|", table, re.MULTILINE)) - {"model"}
+
+
+def outcome(model_type: str) -> str:
+    """served, or why not: refused, not made, no cache, no answer. Whatever else goes wrong fails the test."""
+    with quiet_transformers():
+        try:
+            config = tiny_config(model_type)
+            cache_of(config)
+            # Older transformers let SDPA drop a softcap without a word.
+            softcap = getattr(text_config(config), "attn_logit_softcapping", None)
+            model = build_random(config, attention="eager" if softcap else None)
+        except (ModelError, UnsupportedModelError) as error:
+            return f"not made: {error}"
+        if cache_keyword(model) not in inspect.signature(model.forward).parameters:
+            return "keeps no cache in transformers either"
+        if not answers_at_all(model):
+            return "does not answer in transformers either"
+        gathered, reference = takes(model, model), copy.deepcopy(model)
+        try:
+            served = HFModel(model, weights_hash=bytes(32))
+        except UnsupportedModelError as error:
+            return f"refused: {error}"
+        assert gathered
+        assert takes(model, reference) == (model_type not in GATHERED_ONLY)
+        if model_type not in GATHERED_ONLY:
+            assert by_layer(described_groups(config)) == by_layer(served.geometry.groups)
+        return "served"
 
 
 def built(model_type: str) -> PreTrainedModel:
@@ -72,23 +114,6 @@ def answers_at_all(model: PreTrainedModel) -> bool:
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("model_type", sorted(causal_architectures()))
 def test_every_architecture_is_served_or_refused(model_type: str) -> None:
-    with quiet_transformers():
-        try:
-            config = tiny_config(model_type)
-            cache_of(config)
-            # Older transformers let SDPA drop a softcap without a word.
-            softcap = getattr(text_config(config), "attn_logit_softcapping", None)
-            model = build_random(config, attention="eager" if softcap else None)
-        except (ModelError, UnsupportedModelError):  # transformers cannot make it, or it is refused before it is made
-            return
-        if cache_keyword(model) not in inspect.signature(model.forward).parameters or not answers_at_all(model):
-            return  # it keeps no cache in transformers either, or cannot answer there
-        gathered, reference = takes(model, model), copy.deepcopy(model)
-        try:
-            served = HFModel(model, weights_hash=bytes(32))
-        except UnsupportedModelError:
-            return
-        assert gathered
-        assert takes(model, reference) == (model_type not in GATHERED_ONLY)
-        if model_type not in GATHERED_ONLY:
-            assert by_layer(described_groups(config)) == by_layer(served.geometry.groups)
+    found = outcome(model_type)
+    if transformers.__version__ in PAGE.read_text().partition("\n## ")[0]:
+        assert (found == "served") == (model_type in served_by_the_engine()), found
