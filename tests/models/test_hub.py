@@ -96,7 +96,8 @@ def test_a_hub_that_cannot_be_reached_is_asked_twice_without_a_word(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = fetch("lab/tiny-llama", file="config.json")
-    logger, pauses = logging.getLogger("huggingface_hub"), []
+    logger = logging.getLogger("huggingface_hub")
+    pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     monkeypatch.setattr(logger, "propagate", True)
     logger.setLevel(logging.WARNING)
