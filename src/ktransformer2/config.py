@@ -23,6 +23,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", re.IGNORECASE)
 _TOKENS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KM]?)\s*", re.IGNORECASE)
 _MAX_RATIO = 1000.0
+REPLACEMENTS = ("lru", "lfu", "s3fifo", "arc", "hazard", "adaptive")
 # What chose a default, where no measurement did.
 _CONVENTION, _OFF = "convention", "off unless asked for"
 _FIRST_DESIGN = "the design this project began with"
@@ -221,6 +222,12 @@ class CacheConfig(_Checked):
         cost="larger: more reuse; such blocks leave anyway when room is needed",
         chosen_by=_CONVENTION,
     )
+    replacement: str = knob(
+        "lru",
+        "which block without a user leaves first: lru, lfu, s3fifo, arc, hazard, adaptive",
+        cost="adaptive: more reuse where conversations end, up to 5 us a block used",
+        chosen_by=_CONVENTION,
+    )
     cached_idle_s: float = knob(
         300.0,
         "blocks without a user are freed after this long",
@@ -244,6 +251,7 @@ class CacheConfig(_Checked):
         self._require_at_least(
             1, "memory_bytes", "min_chunk_tokens", "shrink_check_tokens", "defrag_interval_requests", "maintain_bytes"
         )
+        self._require("replacement", self.replacement in REPLACEMENTS, ", ".join(REPLACEMENTS))
         self._require_at_least(0, "cached_idle_s", "max_rollback_tokens")
         self._require_between(1, _MAX_RATIO, "initial_headroom_ratio", "growth_factor")
         self._require_between(

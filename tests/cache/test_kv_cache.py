@@ -555,7 +555,7 @@ def test_the_order_of_eviction_is_kept_in_bounded_space() -> None:
         assert table is not None
         clock.now += 1
         cache.release(table)
-    assert len(cache._residency._lru._heap) <= 64
+    assert len(cache._residency.retention) == len(cache._residency.indexes[0])
 
 
 def test_a_prompt_is_hashed_once() -> None:

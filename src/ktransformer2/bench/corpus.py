@@ -62,6 +62,14 @@ def trace_path(name: str, folder: Path | None = None) -> Path:
     return traces[name]
 
 
+def block_trace_path(name: str, folder: Path | None = None) -> Path:
+    """The file of block ids such as `mooncake_conversation_blocks`. Raises ConfigError where it is missing."""
+    path = (folder or data_folder()) / "traces" / f"{name}.jsonl.gz"
+    if not path.is_file():
+        raise ConfigError(f"no trace of blocks at {path}; it is part of the repository's benchmarks/data")
+    return path
+
+
 @dataclass(frozen=True)
 class DrawnPrompt:
     """A slice of a real text, as token ids."""

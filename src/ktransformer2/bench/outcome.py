@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ktransformer2.errors import ConfigError
 
-SCENARIOS = ("attention", "decode", "memory", "fidelity", "architectures", "plan", "dropin", "monitor")
+SCENARIOS = ("attention", "decode", "memory", "fidelity", "architectures", "plan", "dropin", "monitor", "policy")
 DTYPES = ("fp32", "bf16")
 _STARTED = time.monotonic()
 
@@ -18,6 +18,7 @@ class BenchOptions:
     """How a scenario is run. `dtype`, `num_prompts` and `max_tokens` left at None mean what the targets were set for.
 
     Units: `max_tokens` bounds the length of a drawn prompt. `model` is what `load_model` takes; None: the pinned model.
+    `trace`: a file of one's own for `policy`.
     `parts` of the scenario, by name; none: all. A part that is run in full counts as much as in a run of all.
     """
 
@@ -28,6 +29,7 @@ class BenchOptions:
     max_tokens: int | None = None
     model: str | None = None
     parts: tuple[str, ...] = ()
+    trace: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES:
@@ -44,7 +46,8 @@ class BenchOptions:
     @property
     def is_full(self) -> bool:
         """A full run measures all that the targets ask. Only full runs enter the status and the README."""
-        return not self.quick and self.num_prompts is None and self.max_tokens is None and self.model is None
+        bounds = (self.num_prompts, self.max_tokens, self.model, self.trace)
+        return not self.quick and all(bound is None for bound in bounds)
 
 
 @dataclass(frozen=True)

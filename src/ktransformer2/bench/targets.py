@@ -79,6 +79,15 @@ dropin        dropin_mismatch_fp32           == 0
 """
 _PART_3 = """
 monitor       figures_cost_ratio             <= 0.01
+policy    gap_closed_chat_2pct               >= 0.2
+policy    gap_closed_chat_5pct               >= 0.08
+policy    gap_closed_chat_10pct              >= 0.1
+policy    worst_below_best                   <= 1.0
+policy    mean_below_best                    <= 0.3
+policy    gap_closed_hints_2pct              >= 0.5
+policy    gap_closed_hints_10pct             >= 0.7
+policy    normalised_hints_10pct             >= 0.89
+policy    us_per_touch                       <= 5
 """
 
 

@@ -31,6 +31,7 @@ from ktransformer2.cache.sizing import Demand, demand_bytes, longest_tokens, sea
 from ktransformer2.cache.stats import CacheStats, take_stats
 from ktransformer2.cache.step import build_batch
 from ktransformer2.cache.table_edits import TableEdits
+from ktransformer2.cache.trace import CacheObserver
 from ktransformer2.config import CacheConfig
 from ktransformer2.errors import ConfigError, EngineClosedError
 from ktransformer2.kernels.batch import KVBatch
@@ -74,13 +75,14 @@ class KVCache:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.geometry, self.config = geometry, config
+        self.observer: CacheObserver | None = None  # told of every request, such as a `TraceRecorder`
         sealed = sealed_form(geometry, config)
         self._chain_start = (fingerprint, f"{NUMERICS_VERSION}/{geometry.full_form.name}/{sealed.name}")
         self._token_exact = sealed == geometry.full_form
         self._clock = clock
         self._arena = Arena(config.memory_bytes)
         stores = [BlockStore(self._arena, geometry, i, sealed, config) for i in range(len(geometry.groups))]
-        self._residency = Residency(self._arena, stores, clock)
+        self._residency = Residency(self._arena, stores, clock, config)
         self._edits = TableEdits(self._residency, config.block_tokens)
         self._tables: set[BlockTable] = set()  # those that may hold blocks; recounted by check_integrity
         self._owner = Owner("the cache")
@@ -217,6 +219,8 @@ class KVCache:
             self._residency.counters.hit_tokens += table.num_tokens
             self._residency.counters.lookup_tokens += match.prompt_tokens
             self._residency.counters.findable_tokens += max(seen_tokens, table.num_tokens)
+            if self.observer is not None:
+                self.observer.adopted(table, match.prompt_tokens)
         return True
 
     def _charge(self, table: BlockTable, num_tokens: int) -> bool:
@@ -307,6 +311,8 @@ class KVCache:
         self._check_owner()
         if table.pending:
             self.abandon(table)
+        if self.observer is not None:
+            self.observer.released(table)
         self._index_tail(table)
         self._reset(table)
 
@@ -463,7 +469,7 @@ class KVCache:
         self._check_owner()
         counters, config, now = self._residency.counters, self.config, self._clock()
         share = int(config.cached_share_ratio * config.memory_bytes)
-        self._residency.evict_past(share, now - config.cached_idle_s)
+        self._residency.evict_past(share)
         idle = now - self._last_publish_s >= config.cached_idle_s
         for pool in self._pools():
             pool.shrink()

@@ -8,15 +8,21 @@ Invariants: every indexed block is a child of its `parent`; `get(key).key == key
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ktransformer2.cache.block import Block, next_key
 
 
 class PrefixIndex:
-    """Prefix hash -> block, with the tree kept so that leaves can be told from roots."""
+    """Prefix hash -> block, with the tree kept so that leaves can be told from roots.
 
-    def __init__(self) -> None:
+    `added` hears of every block once it can be found, `removed` of every block that no longer can.
+    """
+
+    def __init__(
+        self, added: Callable[[Block], None] = lambda _: None, removed: Callable[[Block], None] = lambda _: None
+    ) -> None:
+        self._added, self._removed = added, removed
         self._blocks: dict[bytes, Block] = {}
         self._children: dict[bytes, dict[int, Block]] = {}
 
@@ -43,6 +49,7 @@ class PrefixIndex:
         siblings[block.block_id] = block
         if key is not None:
             self._blocks[key] = block
+        self._added(block)
         return True
 
     def remove(self, block: Block) -> None:
@@ -53,6 +60,7 @@ class PrefixIndex:
         if block.key is not None:
             del self._blocks[block.key]
         block.key, block.indexed = None, False
+        self._removed(block)
 
     def is_leaf(self, block: Block) -> bool:
         """True when no indexed block continues this one."""

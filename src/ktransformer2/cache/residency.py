@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ktransformer2.cache.block import Block
+from ktransformer2.cache.block import Block, next_key
 from ktransformer2.cache.block_store import BlockStore
 from ktransformer2.cache.ghosts import Eviction, Ghosts
 from ktransformer2.cache.prefix_index import PrefixIndex
-from ktransformer2.cache.replacement import LeavesFirstLRU
+from ktransformer2.cache.replacement import make_policy
+from ktransformer2.cache.replacement.bands import Bands
+from ktransformer2.cache.replacement.policy import Entry
+from ktransformer2.cache.replacement.retention import Retention
 from ktransformer2.cache.stats import Counters
+from ktransformer2.config import CacheConfig
 from ktransformer2.memory.arena import Arena
 
 T = TypeVar("T")
@@ -25,15 +29,24 @@ _GHOSTS_PER_BLOCK, _LEAST_GHOSTS, _MOST_GHOSTS = 4, 1024, 65_536
 
 
 class Residency:
-    """Blocks of all layer groups under one order of eviction."""
+    """Blocks of all layer groups under one order of eviction, `config.replacement`.
 
-    def __init__(self, arena: Arena, stores: Sequence[BlockStore], clock: Callable[[], float]) -> None:
+    A block that can be found has an entry in `retention`, which says who goes next; a window needs none of what it has
+    passed, so there a block does not hold the one before it.
+    """
+
+    def __init__(
+        self, arena: Arena, stores: Sequence[BlockStore], clock: Callable[[], float], config: CacheConfig
+    ) -> None:
         self._arena = arena
         self.stores = stores
-        self.indexes = [PrefixIndex() for _ in stores]
+        self.indexes = [PrefixIndex(self._admit, self._forget) for _ in stores]
         self.counters = Counters()
         self._clock = clock
-        self._lru = LeavesFirstLRU(self._is_leaf)
+        self.hints = Bands(make_policy(config.replacement, clock), clock)
+        self.retention = Retention(self.hints, clock, ttl_s=config.cached_idle_s)
+        self._entries: dict[Block, Entry] = {}
+        self._blocks: dict[Entry, Block] = {}
         self.cached_bytes = 0
         self.num_cached = 0
         blocks = arena.stats.limit_bytes // sum(store.sealed_layout.extent_bytes for store in stores)
@@ -53,11 +66,15 @@ class Residency:
             self.cached_bytes -= self.stores[block.group].block_bytes(block)
             self.num_cached -= 1
         block.references += 1
+        if block.indexed:
+            self.retention.use(self._entries[block])
 
     def unrefer(self, block: Block) -> None:
         """One table entry less. Side effects: after the last one the block is cached, or freed if none can find it."""
         assert block.references > 0, f"{block} has no reference to give back"
         block.references -= 1
+        if block.indexed:
+            self.retention.release(self._entries[block])
         if block.references:
             return
         store = self.stores[block.group]
@@ -68,7 +85,6 @@ class Residency:
         block.last_used = self._clock()
         self.cached_bytes += store.block_bytes(block)
         self.num_cached += 1
-        self._lru.offer(block)
 
     def could_hold(self, num_bytes: int) -> bool:
         """Whether that many bytes of extents are free, reclaimable, or held by blocks that can be evicted."""
@@ -83,21 +99,20 @@ class Residency:
         return taken
 
     def evict_one(self, cause: str) -> bool:
-        """Free the least recently used leaf that nobody uses. False: there is none."""
-        block = self._lru.oldest()
-        if block is None:
+        """Free what the policy names next: a leaf that nobody uses. False: there is none."""
+        entry = self.retention.victim()
+        if entry is None:
             return False
-        self._evict(block, cause)
+        self._evict(entry, cause)
         return True
 
-    def evict_past(self, share_bytes: int, idle_before: float) -> int:
-        """Free cached blocks over `share_bytes`, and those last used before `idle_before`; how many."""
+    def evict_past(self, share_bytes: int) -> int:
+        """Free cached blocks that nobody used for `cached_idle_s`, then those over `share_bytes`; how many."""
         evicted = 0
-        while (block := self._lru.oldest()) is not None:
-            idle = block.last_used < idle_before
-            if not idle and self.cached_bytes <= share_bytes:
-                break
-            self._evict(block, "idle" if idle else "share")
+        while (entry := self.retention.expired()) is not None:
+            self._evict(entry, "idle")
+            evicted += 1
+        while self.cached_bytes > share_bytes and self.evict_one("share"):
             evicted += 1
         return evicted
 
@@ -105,21 +120,36 @@ class Residency:
         while self.evict_one("clear"):
             pass
 
-    def _is_leaf(self, block: Block) -> bool:
-        """Whether no other block becomes useless without this one; a window needs none of what it has passed."""
-        windowed = self.stores[block.group].group.window is not None
-        return windowed or self.indexes[block.group].is_leaf(block)
-
-    def _evict(self, block: Block, cause: str) -> None:
-        store, index = self.stores[block.group], self.indexes[block.group]
-        parent = index.get(block.parent)
+    def _evict(self, entry: Entry, cause: str) -> None:
+        block = self._blocks[entry]
+        store = self.stores[block.group]
         self.cached_bytes -= store.block_bytes(block)
         self.num_cached -= 1
         self._count(block, cause)
-        index.remove(block)
+        self.retention.evict(entry)
+        self.indexes[block.group].remove(block)
         store.free(block)
-        if parent is not None:
-            self._lru.offer(parent)
+
+    def _admit(self, block: Block) -> None:
+        """The block can be found from now on. Its key as replacement knows it names the layer group too."""
+        group, store = bytes((block.group,)), self.stores[block.group]
+        key = next_key(block.parent, block.tokens) if block.key is None else block.key
+        entry = self.retention.admit(
+            key + group,
+            block.parent + group,
+            store.block_bytes(block),
+            full=block.key is not None,
+            holds_parent=store.group.window is None,
+        )
+        entry.users = block.references
+        self._entries[block], self._blocks[entry] = entry, block
+
+    def _forget(self, block: Block) -> None:
+        """The block cannot be found any more: evicted just now, or filling again."""
+        entry = self._entries.pop(block)
+        del self._blocks[entry]
+        if self.retention.get(entry.key) is entry:
+            self.retention.forget(entry)
 
     def _count(self, block: Block, cause: str) -> None:
         """One eviction, with how old the block became and how long nobody had used it."""
@@ -141,5 +171,9 @@ class Residency:
                 assert block.references or block.indexed, f"{block} is neither used nor findable"
                 cached += 0 if block.references else store.block_bytes(block)
                 num_cached += not block.references
+            for block in index:
+                assert self._entries[block].users == block.references, f"{block} has another number of users"
+        assert len(self._entries) == len(self._blocks) == len(self.retention) == sum(map(len, self.indexes)), "entries"
+        self.retention.check_integrity()
         assert cached == self.cached_bytes, f"cached bytes {cached}, counted {self.cached_bytes}"
         assert num_cached == self.num_cached, f"{num_cached} cached blocks, counted {self.num_cached}"

@@ -24,6 +24,7 @@ class Bench(StrEnum):
     plan = "plan"
     dropin = "dropin"
     monitor = "monitor"
+    policy = "policy"
     status = "status"
 
 
@@ -47,6 +48,9 @@ def bench(
     part: Annotated[
         list[str] | None, typer.Option(help="Only this part of memory or fidelity; may be given again.")
     ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="policy only: replay this trace of your own.", exists=True, dir_okay=False)
+    ] = None,
 ) -> None:
     """Measure what is promised.
 
@@ -66,6 +70,7 @@ def bench(
         max_tokens=None if max_tokens is None else some(max_tokens, parse_tokens, "--max-tokens"),
         model=model,
         parts=tuple(part or ()),
+        trace=None if trace is None else str(trace),
         **seeded,
     )
     raise typer.Exit(run_bench(name.value, quick=quick, json_path=json_path, check=check, options=options))

@@ -15,6 +15,7 @@ from ktransformer2.cli.doctor import doctor
 from ktransformer2.cli.models import models
 from ktransformer2.cli.plan import plan
 from ktransformer2.cli.run import run
+from ktransformer2.cli.trace import trace
 from ktransformer2.cli.usage import Commands
 
 app = typer.Typer(
@@ -49,3 +50,4 @@ for command in (run, chat, plan, demo, doctor, bench):
 app.add_typer(cache, name="cache")
 app.add_typer(models, name="models")
 app.add_typer(config, name="config")
+app.add_typer(trace, name="trace")
