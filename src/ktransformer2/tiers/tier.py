@@ -65,7 +65,8 @@ class TierStats:
     """One snapshot: what is held now, and counts of blocks, bytes and events since the tier was opened.
 
     `transfers` are I/O calls that carried payloads, `median_transfer_bytes` their median size. `filter_saved` lookups
-    ended at the filter; `filter_false` passed it in vain. `failures` by what failed: write, read, checksum, full...
+    ended at the filter; `filter_false` passed it in vain; `filter_missed` were denied and found by a later refresh of a
+    shared tier's filter: written by others meanwhile. `failures` by what failed: write, read, checksum, full...
     """
 
     name: str
@@ -80,6 +81,7 @@ class TierStats:
     lookups: int = 0
     filter_saved: int = 0
     filter_false: int = 0
+    filter_missed: int = 0
     transfers: int = 0
     median_transfer_bytes: int = 0
     failures: dict[str, int] = field(default_factory=dict)
