@@ -12,6 +12,7 @@ from ktransformer2.config import (
     MAX_MEMORY_BYTES,
     CacheConfig,
     EngineConfig,
+    TierConfig,
     format_bytes,
     parse_bytes,
     parse_tokens,
@@ -19,7 +20,7 @@ from ktransformer2.config import (
 from ktransformer2.errors import ConfigError
 from ktransformer2.memory.growth import GrowthPolicy, PoolUse
 
-FIELDS = [(config, field) for config in (CacheConfig, EngineConfig) for field in dataclasses.fields(config)]
+FIELDS = [(config, field) for config in (CacheConfig, EngineConfig, TierConfig) for field in dataclasses.fields(config)]
 
 
 @pytest.mark.parametrize(
@@ -111,6 +112,11 @@ def test_every_field_refuses_what_is_not_of_its_type(config: type[Any], field: d
         (CacheConfig, "low_free_ratio", 1.1, "0 to 1"),
         (CacheConfig, "cached_idle_s", -1, "0 or more"),
         (EngineConfig, "max_step_tokens", 0, "1 or more"),
+        (TierConfig, "persist", "yes", "auto, on, off"),
+        (TierConfig, "write_policy", "never", "write_through_selective, write_through, write_back"),
+        (TierConfig, "disk_bytes", 0, "1 or more"),
+        (TierConfig, "flush_s", -1, "0 or more"),
+        (TierConfig, "bloom_refresh_s", 0.5, "1 to 86400"),
     ],
 )
 def test_ranges(config: type[Any], name: str, value: object, allowed: str) -> None:

@@ -23,6 +23,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", re.IGNORECASE)
 _TOKENS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KM]?)\s*", re.IGNORECASE)
 _MAX_RATIO = 1000.0
+WRITE_POLICIES = ("write_through_selective", "write_through", "write_back")
 REPLACEMENTS = ("lru", "lfu", "s3fifo", "arc", "hazard", "adaptive")
 # What chose a default, where no measurement did.
 _CONVENTION, _OFF = "convention", "off unless asked for"
@@ -284,3 +285,89 @@ class EngineConfig(_Checked):
 
     def _check_ranges(self) -> None:
         self._require_at_least(1, "max_num_sequences", "max_step_tokens", "max_queued_requests", "max_new_tokens")
+
+
+@dataclass(frozen=True)
+class TierConfig(_Checked):
+    """What lies below the device, and what goes there. Nothing, unless it is asked for; the command line asks."""
+
+    persist: str = knob(
+        "auto",
+        "keep blocks on disk for the next process: on, off, or auto (on in the command line, off in the library)",
+        cost="on: what prompts said can be told from the files by whoever may read them",
+        chosen_by="privacy: a library writes nothing that it was not asked to",
+    )
+    disk_directory: str = knob(
+        "", "where blocks lie on disk; empty: a folder of the user's cache directory", chosen_by=_CONVENTION
+    )
+    disk_bytes: int = knob(
+        8 * 10**9,
+        "hard limit of that directory, over all models and processes",
+        unit="bytes",
+        cost="larger: more reuse, more disk",
+        chosen_by=_CONVENTION,
+    )
+    disk_ttl_s: float = knob(
+        7 * 86_400.0,
+        "blocks on disk are forgotten this long after their last use; 0: never",
+        unit="seconds",
+        cost="longer: more reuse after a pause, prompts lie there meanwhile",
+        chosen_by=_CONVENTION,
+    )
+    host_bytes: int = knob(
+        0,
+        "memory for blocks that left the device, beside memory_bytes; 0: none",
+        unit="bytes",
+        cost="worth it under a device with memory of its own",
+        chosen_by=_OFF,
+    )
+    valkey_url: str = knob(
+        "",
+        "a server that shares blocks, such as valkeys://user:password@host:6379/0; empty: none",
+        cost="whoever may read the server can read what prompts said",
+        chosen_by=_OFF,
+    )
+    valkey_key_file: str = knob(
+        "",
+        "a file with the key that signs blocks on the server; empty: the variable KTRANSFORMER_VALKEY_KEY has it",
+        chosen_by="no default",
+    )
+    valkey_ttl_s: float = knob(
+        7 * 86_400.0, "the server forgets a block this long after its last use", unit="seconds", chosen_by=_CONVENTION
+    )
+    bloom_refresh_s: float = knob(
+        30.0,
+        "how often it is looked what others have written to a shared tier",
+        unit="seconds",
+        cost="shorter: fewer of their blocks are missed, more traffic",
+        chosen_by=_CONVENTION,
+    )
+    write_policy: str = knob(
+        "write_through_selective",
+        "when a block is written: once a prompt found it (write_through_selective), once it is full (write_through), "
+        "or when it leaves the device (write_back); at an orderly end all are",
+        cost="write_through: more is written than is read again",
+        chosen_by=_CONVENTION,
+    )
+    staging_bytes: int = knob(
+        64 * 2**20,
+        "copies in flight, down and up each, at most an eighth of memory_bytes; they count against it",
+        unit="bytes",
+        cost="smaller: less is written at once, blocks come up in smaller pieces",
+        chosen_by=_CONVENTION,
+    )
+    flush_s: float = knob(
+        10.0,
+        "how long closing may take to write what is left",
+        unit="seconds",
+        cost="shorter: less is there after a restart",
+        chosen_by=_CONVENTION,
+    )
+
+    def _check_ranges(self) -> None:
+        self._require("persist", self.persist in ("auto", "on", "off"), "auto, on, off")
+        self._require("write_policy", self.write_policy in WRITE_POLICIES, ", ".join(WRITE_POLICIES))
+        self._require_at_least(1, "disk_bytes", "staging_bytes")
+        self._require_at_least(0, "disk_ttl_s", "host_bytes", "flush_s")
+        self._require_between(1, 86_400, "bloom_refresh_s")
+        self._require_between(1, 3650 * 86_400, "valkey_ttl_s")

@@ -75,7 +75,7 @@ def test_what_cannot_be_judged_says_why() -> None:
     assert notes == {
         "hit rate": "no repeats seen",
         "growth per 1,000 tokens": "nothing computed yet",
-        "prefetch accuracy": "no predictor yet",
+        "prefetch accuracy": "nothing was fetched ahead",
     }
 
 

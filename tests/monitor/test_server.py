@@ -19,11 +19,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import ktransformer2.monitor
 from ktransformer2.cache.kv_cache import KVCache
+from ktransformer2.config import TierConfig
 from ktransformer2.engine import troubles
 from ktransformer2.errors import ConfigError
 from ktransformer2.monitor import MetricsServer, health, routes, serve_metrics
 from tests.cache.factories import Clock, start
 from tests.monitor.conftest import TEXT
+from tests.tiers.memory_tier import MemoryTier
 
 Answer = tuple[int, Any]
 
@@ -149,6 +151,7 @@ def test_explain_and_ls_are_answered_by_the_owner(cache: KVCache, server: Metric
             "position": 70,
             "evicted_for": "",
             "evicted_ago_s": None,
+            "tier": "",
             "text": "64 of 200 tokens found; token 70 is the first that differs from what the cache holds",
         },
     )
@@ -284,7 +287,9 @@ def test_without_prometheus_client_the_error_says_what_to_install(
         serve_metrics(cache, 0)
 
 
-def test_the_manual_lists_every_metric_and_no_other(server: MetricsServer, repository: Path) -> None:
+def test_the_manual_lists_every_metric_and_no_other(cache: KVCache, server: MetricsServer, repository: Path) -> None:
+    cache.join([MemoryTier()], TierConfig())
+    cache.maintain()
     manual = (repository / "docs" / "monitoring.md").read_text(encoding="utf-8")
     rows = manual.partition("## Metrics")[2].partition("```")[0]
     listed = set(re.findall(r"`(\w+)(?:\{\w+\})?`", "".join(re.findall(r"^\| (`.*?) \|", rows, re.MULTILINE))))

@@ -32,11 +32,14 @@ class Block:
     `extent` holds the rows that later blocks' queries read (0: none yet), `open_extent` the rows as computed (0: gone).
     Both are the same address when the sealed form is the full form, or when the block was closed before it was full.
     `key` is the prefix hash of a full, indexed block; `parent` the hash before it; `tokens` its tokens, 4 bytes each.
+    `begins`: nothing comes before it. `came_from`: the tier that restored it, until a prompt finds it; empty: none.
     `published_s` and `last_used`: when it could be found first, and when its last user left; by the cache's clock.
     """
 
     __slots__ = (
+        "begins",
         "block_id",
+        "came_from",
         "extent",
         "group",
         "indexed",
@@ -61,6 +64,8 @@ class Block:
         self.key: bytes | None = None
         self.parent = b""
         self.tokens = b""
+        self.begins = False
+        self.came_from = ""
         self.published_s = 0.0
         self.last_used = 0.0
 
@@ -140,7 +145,8 @@ class BlockTable:
     """What one sequence sees of the cache. Made, grown and let go only by `KVCache`; a caller reads the counts.
 
     `num_tokens`: tokens whose rows are computed. `pending`: rows allocated for the coming step.
-    `cached_tokens`: tokens adopted from a prefix match. `next_position`: where the next token is rotated to.
+    `cached_tokens`: tokens adopted from a prefix match; `restored_tokens`: those of them that a tier had kept, by its
+    name. `next_position`: where the next token is rotated to.
     `rollback_tokens`: how many of its newest tokens can be taken back exactly; may be raised at any time.
     """
 
@@ -153,6 +159,7 @@ class BlockTable:
         "pending",
         "position_offset",
         "publishes",
+        "restored_tokens",
         "rollback_tokens",
         "root",
         "tokens",
@@ -168,6 +175,7 @@ class BlockTable:
         self.num_tokens = 0
         self.pending = 0
         self.cached_tokens = 0
+        self.restored_tokens: dict[str, int] = {}
         self.charged_bytes = 0
         self.position_offset = 0
 
@@ -177,6 +185,7 @@ class BlockTable:
         other.groups = [group_table.copy() for group_table in self.groups]
         other.tokens, other.keys = self.tokens[:], list(self.keys)
         other.num_tokens, other.cached_tokens = self.num_tokens, self.cached_tokens
+        other.restored_tokens = dict(self.restored_tokens)
         other.position_offset = self.position_offset
         return other
 

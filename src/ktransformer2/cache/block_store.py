@@ -127,6 +127,33 @@ class BlockStore:
         assert target.open_extent, f"{target} takes no rows as computed"
         ctypes.memmove(target.open_extent, source.open_extent, self.open_layout.extent_bytes)
 
+    def read_sealed(self, block: Block) -> bytearray:
+        """A copy of a full block's extent as another process, or another machine, can take it: `sealed_layout`'s bytes.
+
+        What is no row of the block, at the end of the extent, is 0: an address may have held another prompt's rows.
+        """
+        assert self._is_sealed(block), f"{block} is not sealed"
+        payload = bytearray(self.sealed_layout.extent_bytes)
+        target = (ctypes.c_char * len(payload)).from_buffer(payload)
+        ctypes.memmove(target, block.extent, self._row_bytes)
+        return payload
+
+    def write_sealed(self, block: Block, payload: bytearray) -> None:
+        """Make of a new block the full one that `read_sealed` has copied."""
+        assert self._is_sealed(block), f"{block} has no sealed extent"
+        assert len(payload) == self.sealed_layout.extent_bytes, f"{len(payload)} bytes for {block}"
+        source = (ctypes.c_char * len(payload)).from_buffer(payload)
+        ctypes.memmove(block.extent, source, len(payload))
+        block.rows = self.sealed_layout.block_tokens
+
+    @property
+    def _row_bytes(self) -> int:
+        """Up to where an extent in sealed form holds pages."""
+        return self.sealed_layout.page_offsets[-1] + self.sealed_layout.pages[-1].page_bytes
+
+    def _is_sealed(self, block: Block) -> bool:
+        return block.extent != 0 and (self.seals_in_place or block.extent != block.open_extent)
+
     def block_bytes(self, block: Block) -> int:
         sealed = self.sealed_layout.extent_bytes if block.extent not in (0, block.open_extent) else 0
         return sealed + (self.open_layout.extent_bytes if block.open_extent else 0)

@@ -32,6 +32,7 @@ class Explanation:
     other salt  the cache holds more of it, under another salt
 
     `position`: the place in the prompt of the first token that was not found, or, for `differs`, that differs.
+    `tier`: where the block behind what was found lies below the device, as far as filters know; empty: nowhere.
     """
 
     prompt_tokens: int
@@ -40,10 +41,11 @@ class Explanation:
     position: int
     evicted_for: str = ""
     evicted_ago_s: float | None = None
+    tier: str = ""
 
     def __str__(self) -> str:
         head = f"{self.hit_tokens:,} of {self.prompt_tokens:,} tokens found"
-        return f"{head}; {self._why()}"
+        return f"{head}; {self._why()}{f'; the {self.tier} tier has what follows' if self.tier else ''}"
 
     def _why(self) -> str:
         place = f"token {self.position:,}"

@@ -11,17 +11,20 @@ Invariants: reference counts equal the table entries that name a block; a publis
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from ktransformer2.cache.block import BLOCK, RELEASED, SHIFT, BlockTable
+from ktransformer2.cache.block import BLOCK, RELEASED, SHIFT, Block, BlockTable
 from ktransformer2.cache.block_store import BlockStore
 from ktransformer2.cache.cuts import refills, sees_all
 from ktransformer2.cache.explain import Explanation
 from ktransformer2.cache.listing import BlockPage, list_blocks
+from ktransformer2.cache.lower import LowerStats, LowerTiers, lineage_of
 from ktransformer2.cache.prefixes import Prefixes, PrefixMatch
+from ktransformer2.cache.promotion import Fetch
 from ktransformer2.cache.questions import Questions
 from ktransformer2.cache.residency import Residency
 from ktransformer2.cache.sizing import Demand, demand_bytes, longest_tokens, sealed_form
@@ -30,12 +33,13 @@ from ktransformer2.cache.step import build_batch
 from ktransformer2.cache.table_edits import TableEdits
 from ktransformer2.cache.trace import CacheObserver
 from ktransformer2.cache.upkeep import Upkeep
-from ktransformer2.config import CacheConfig
+from ktransformer2.config import CacheConfig, TierConfig
 from ktransformer2.errors import ConfigError, EngineClosedError
 from ktransformer2.kernels.batch import KVBatch
 from ktransformer2.layout import ModelGeometry
 from ktransformer2.memory.arena import Arena
 from ktransformer2.ownership import Owner
+from ktransformer2.tiers.tier import Lineage, Tier
 
 # After a snapshot that took a second no other one is published for so many: at most 0.2 % of the time is spent on them.
 _SNAPSHOT_PAUSE = 500
@@ -55,7 +59,8 @@ class KVCache:
         self.geometry, self.config = geometry, config
         self.observer: CacheObserver | None = None  # told of every request, such as a `TraceRecorder`
         sealed = sealed_form(geometry, config)
-        self._clock = clock
+        self._fingerprint, self._clock = fingerprint, clock
+        self._lower: LowerTiers | None = None
         self._arena = Arena(config.memory_bytes)
         stores = [BlockStore(self._arena, geometry, i, sealed, config) for i in range(len(geometry.groups))]
         self._residency = Residency(self._arena, stores, clock, config)
@@ -95,7 +100,75 @@ class KVCache:
         for those whom salts keep apart.
         """
         match = match or self.match(token_ids, salt)
-        return self._prefixes.explain(token_ids, salt, match, self._clock(), across_salts=across_salts)
+        found = self._prefixes.explain(token_ids, salt, match, self._clock(), across_salts=across_salts)
+        behind = None if self._lower is None else self._prefixes.key_behind(token_ids, match, salt)
+        tier = "" if behind is None or self._lower is None else self._lower.where(behind)
+        return dataclasses.replace(found, tier=tier)
+
+    # --- tiers below the device
+
+    @property
+    def lineage(self) -> Lineage:
+        """What this cache's blocks have in common wherever they lie. Raises: ConfigError without a fingerprint."""
+        return lineage_of(self.geometry, self.config, self._fingerprint)
+
+    def join(self, tiers: Sequence[Tier], config: TierConfig) -> None:
+        """Blocks go down to `tiers`, nearest first, and come up from there, from now on. `close` closes them.
+
+        Raises: ConfigError without a fingerprint, and where tiers have joined already.
+        """
+        self._check_owner()
+        if self._lower is not None:
+            raise ConfigError("tiers have joined this cache already; give all of them at once")
+        assert self.lineage, "it raises without a fingerprint"
+        self._lower = LowerTiers(self._residency, self._arena, tiers, config, self._clock)
+
+    def fetch(self, token_ids: Sequence[int], salt: bytes = b"", chain: list[bytes] | None = None) -> Fetch | None:
+        """Begin to bring up what tiers have of a prompt and the device has not. None: nothing, or it is not worth it.
+
+        `chain`: as in `match`. What came is found by `match`, so there is nothing to be done with it.
+        """
+        self._check_owner()
+        if self._lower is None:
+            return None
+        share = int(self.config.cached_share_ratio * self.config.memory_bytes)  # of more than that nothing would stay
+        wanted, num_tokens = self._prefixes.below(token_ids, salt, [] if chain is None else chain, self._lower, share)
+        return self._lower.begin(wanted, num_tokens) if wanted else None
+
+    def is_loading(self, fetch: Fetch) -> bool:
+        """Whether a prompt whose turn has come should wait for its blocks a little longer; that has an end."""
+        return self._lower is not None and self._lower.is_loading(fetch)
+
+    def end_fetch(self, fetch: Fetch) -> None:
+        """Its prompt has had its turn, or is gone."""
+        if self._lower is not None and not self._closed:
+            self._lower.end_fetch(fetch)
+
+    def receive(self) -> None:
+        """Take what came up from tiers; the start of a step."""
+        self._check_owner()
+        if self._lower is not None:
+            self._lower.receive()
+
+    def wait_for_tiers(self, limit_s: float) -> None:
+        """Sleep until something came up, at most `limit_s`."""
+        if self._lower is not None:
+            self._lower.wait(limit_s)
+            self._lower.copy(self.config.maintain_bytes)
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """A step read so many tokens of prompts in that time: what loading them is compared with."""
+        if self._lower is not None:
+            self._lower.computed(num_tokens, seconds, self._clock())
+
+    @property
+    def staged_bytes(self) -> int:
+        """Copies on their way to and from tiers, which count against the limit."""
+        return 0 if self._lower is None else self._lower.staged_bytes
+
+    def tier_stats(self) -> LowerStats | None:
+        """What the tiers have done; after `close` as it was then. None: there are none."""
+        return None if self._lower is None else self._lower.stats()
 
     # --- a step
 
@@ -127,9 +200,18 @@ class KVCache:
             self._residency.counters.hit_tokens += table.num_tokens
             self._residency.counters.lookup_tokens += match.prompt_tokens
             self._residency.counters.findable_tokens += max(seen_tokens, table.num_tokens)
+            if self._lower is not None:
+                table.restored_tokens = self._lower.found(self._blocks_of(table))
             if self.observer is not None:
                 self.observer.adopted(table, match.prompt_tokens)
         return True
+
+    def _blocks_of(self, table: BlockTable) -> Iterator[Block]:
+        """The blocks of the prefix that a table has adopted."""
+        for store, group_table in zip(self._residency.stores, table.groups, strict=True):
+            for block_id in group_table.entries[: len(table.keys), BLOCK].tolist():
+                if block_id != RELEASED:
+                    yield store.block(block_id)
 
     def _charge(self, table: BlockTable, num_tokens: int) -> bool:
         """Count the table itself against the limit, as it will be with `num_tokens` more. False: no room, trimmed."""
@@ -298,6 +380,8 @@ class KVCache:
         Side effects: now and then `published` is a new snapshot; one question of another thread is answered.
         """
         self._check_owner()
+        if self._lower is not None:
+            self._lower.copy(self.config.maintain_bytes)
         self._upkeep.maintain(finished_requests, self._clock() - self._last_publish_s)
         self._publish_figures()
         self._questions.answer_one(self)
@@ -326,7 +410,8 @@ class KVCache:
 
     def stats(self) -> CacheStats:
         """One frozen snapshot of every figure, taken now. Other threads read `published`."""
-        return take_stats(self._arena, self._residency, list(self._tables), self._clock())
+        lower = LowerStats() if self._lower is None else self._lower.stats()
+        return take_stats(self._arena, self._residency, list(self._tables), lower, self._clock())
 
     def published_age_s(self) -> float:
         """How old `published` is. Any thread may ask."""
@@ -366,6 +451,8 @@ class KVCache:
     def check_integrity(self) -> None:
         """Recount everything; an assertion names what differs. For tests and simulations: O(blocks)."""
         self._upkeep.check_integrity()
+        if self._lower is not None:
+            self._lower.check_integrity()
 
     def hand_over(self) -> None:
         """The cache belongs to the next thread that uses it. For the owner to call between two steps."""
@@ -386,7 +473,12 @@ class KVCache:
         return self._closed
 
     def close(self) -> None:
-        """Give everything back. Tables made by this cache must not be used afterwards."""
+        """Full blocks go down to tiers, at most `flush_s` long; then everything is given back.
+
+        Tables made by this cache must not be used afterwards.
+        """
+        if not self._closed and self._lower is not None:
+            self._lower.end()
         if not self._closed:
             self._closed = True
             self._questions.close()

@@ -7,11 +7,14 @@ precision it goes on into the rows of one more block, which adoption copies.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ktransformer2.cache.block import BLOCK, RELEASED, BlockTable, next_key, root_key, token_bytes
+from ktransformer2.cache.demotion import KnownKeys
 from ktransformer2.cache.explain import Explanation, Lookup, explain
+from ktransformer2.cache.lower import LowerTiers
+from ktransformer2.cache.promotion import Wanted
 from ktransformer2.cache.residency import Residency
 from ktransformer2.cache.sizing import sealed_form
 from ktransformer2.cache.table_edits import TableEdits
@@ -50,6 +53,7 @@ class Prefixes:
         self._token_exact = sealed == geometry.full_form
         self._chain_start = (fingerprint, f"{NUMERICS_VERSION}/{geometry.full_form.name}/{sealed.name}")
         self._roots: dict[bytes, None] = {}
+        self._passed = KnownKeys()  # what lies below and no window sees: on the way to what was brought up
 
     def root(self, salt: bytes) -> bytes:
         """Where the hash chain of a salt begins."""
@@ -68,9 +72,10 @@ class Prefixes:
     def match(self, token_ids: Sequence[int], salt: bytes, chain: list[bytes]) -> PrefixMatch:
         """As `KVCache.match`. Side effect: `chain` is filled as far as was needed."""
         data, size = token_bytes(token_ids[:-1]), self._block_tokens
-        seen = self._seen_keys(data, salt, chain)
+        was_seen = self._residency.was_seen
+        seen = self._leading_keys(data, salt, chain, lambda key: was_seen(key) or key in self._passed)
         complete = self._longest_complete(seen)
-        keys, left = seen[:complete], tuple(seen[complete:])
+        keys, left = seen[:complete], tuple(key for key in seen[complete:] if was_seen(key))
         rest = data[4 * size * len(keys) :]
         partial = self._partial_rows(keys[-1] if keys else self.root(salt), rest)
         num_tokens = len(keys) * size + partial
@@ -95,27 +100,83 @@ class Prefixes:
         others = [other for other in self._roots if other != root] if across_salts else []
         return explain(self._residency, lookup, others, now)
 
-    def _seen_keys(self, data: bytes, salt: bytes, chain: list[bytes]) -> list[bytes]:
-        """The hashes of the leading whole blocks that the cache held at any time. Side effect: `chain` grows."""
+    def below(
+        self, token_ids: Sequence[int], salt: bytes, chain: list[bytes], lower: LowerTiers, most_bytes: int
+    ) -> tuple[list[Wanted], int]:
+        """Blocks that lie below, as far as filters know, and with which `match` would find more; how many tokens more.
+
+        Parents first, group by group, at most `most_bytes`. Side effect: `chain` is filled as far as was needed.
+        """
+        data, indexes = token_bytes(token_ids[:-1]), self._residency.indexes
+
+        def is_near(key: bytes) -> bool:
+            return any(index.get(key) is not None or lower.may_hold(g, key) for g, index in enumerate(indexes))
+
+        keys = self._leading_keys(data, salt, chain, is_near)
+        here = [[index.get(key) is not None for key in keys] for index in indexes]
+        near = [
+            [is_here or lower.may_hold(g, key) for is_here, key in zip(held, keys, strict=True)]
+            for g, held in enumerate(here)
+        ]
+        found, length = self._longest_run(here), self._longest_run(near)
+        while length > found:
+            missing = [
+                (g, i)
+                for g, held in enumerate(here)
+                for i in range(self._first_visible(g, length), length)
+                if not held[i]
+            ]
+            excess = sum(self._residency.stores[g].sealed_layout.extent_bytes for g, _ in missing) - most_bytes
+            if excess <= 0:
+                wanted = [self._wanted(g, i, keys, data, salt) for g, i in missing]
+                if None not in self._windows:  # else a group without a window has all of them
+                    for key in keys[:length]:
+                        self._passed.add(key)
+                return wanted, (length - found) * self._block_tokens
+            shorter = length - max(1, excess // sum(s.sealed_layout.extent_bytes for s in self._residency.stores))
+            length = self._longest_run([held[: max(0, shorter)] for held in near])
+        return [], 0
+
+    def key_behind(self, token_ids: Sequence[int], match: PrefixMatch, salt: bytes) -> bytes | None:
+        """The hash of the whole block behind those of a match. None: the prompt has no such block."""
+        data, at = token_bytes(token_ids[:-1]), 4 * self._block_tokens * len(match.keys)
+        tokens = data[at : at + 4 * self._block_tokens]
+        whole = len(tokens) == 4 * self._block_tokens
+        return next_key(match.keys[-1] if match.keys else self.root(salt), tokens) if whole else None
+
+    def _wanted(self, group: int, i: int, keys: Sequence[bytes], data: bytes, salt: bytes) -> Wanted:
+        """The i-th block of a prompt."""
+        step = 4 * self._block_tokens
+        parent = keys[i - 1] if i else self.root(salt)
+        return Wanted(group, keys[i], parent, data[i * step : (i + 1) * step], begins=i == 0)
+
+    def _leading_keys(
+        self, data: bytes, salt: bytes, chain: list[bytes], is_known: Callable[[bytes], bool]
+    ) -> list[bytes]:
+        """The hashes of the leading whole blocks that are known. Side effect: `chain` grows."""
         step, seen = 4 * self._block_tokens, 0
         for at in range(0, len(data) - step + 1, step):
             if seen == len(chain):
                 chain.append(next_key(chain[-1] if chain else self.root(salt), data[at : at + step]))
-            if not self._residency.was_seen(chain[seen]):
+            if not is_known(chain[seen]):
                 break  # the chain is not hashed past the first block that was never there
             seen += 1
         return chain[:seen]
 
     def _longest_complete(self, keys: Sequence[bytes]) -> int:
         """The most leading blocks for which every group still holds what a query behind them can see."""
+        return self._longest_run([[index.get(key) is not None for key in keys] for index in self._residency.indexes])
+
+    def _longest_run(self, held: Sequence[Sequence[bool]]) -> int:
+        """The most leading blocks so that in every group what a query behind them can see is held. `held` by group."""
         runs = []  # per group and length: how many blocks in a row, ending there, are held
-        for index in self._residency.indexes:
-            held = [0]
-            for key in keys:
-                held.append(held[-1] + 1 if index.get(key) is not None else 0)
-            runs.append(held)
-        for length in range(len(keys), 0, -1):
-            if all(held[length] >= length - self._first_visible(g, length) for g, held in enumerate(runs)):
+        for flags in held:
+            run = [0]
+            for is_held in flags:
+                run.append(run[-1] + 1 if is_held else 0)
+            runs.append(run)
+        for length in range(len(held[0]), 0, -1):
+            if all(run[length] >= length - self._first_visible(g, length) for g, run in enumerate(runs)):
                 return length
         return 0
 
@@ -175,9 +236,11 @@ class Prefixes:
                 self._residency.indexes, self._residency.stores, table.groups, strict=True
             ):
                 block_id = int(group_table.entries[i, BLOCK])
-                if block_id != RELEASED and not store.block(block_id).indexed:
-                    store.block(block_id).published_s = now
-                    index.add(store.block(block_id), parent, tokens, full=True)
+                block = None if block_id == RELEASED else store.block(block_id)
+                if block is not None and not block.indexed:
+                    block.published_s, block.begins = now, i == 0
+                    if index.add(block, parent, tokens, full=True) and self._residency.listener is not None:
+                        self._residency.listener.filled(block)
             table.keys.append(next_key(parent, tokens))
 
     def index_tail(self, table: BlockTable, now: float) -> None:

@@ -8,7 +8,7 @@ Invariants: a block with references is never evicted; an unindexed block without
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from ktransformer2.cache.block import Block, next_key
 from ktransformer2.cache.block_store import BlockStore
@@ -26,6 +26,16 @@ T = TypeVar("T")
 # Keys of evicted blocks that are remembered: four times the blocks that the limit holds, within bounds. 65,536 of them
 # take some 13 MB; where that is what a limit of 4 GB asks for, 0.3 % of it.
 _GHOSTS_PER_BLOCK, _LEAST_GHOSTS, _MOST_GHOSTS = 4, 1024, 65_536
+
+
+class Listener(Protocol):
+    """Hears of full blocks on their way in and out."""
+
+    def filled(self, block: Block) -> None:
+        """Its rows are computed and it can be found."""
+
+    def leaving(self, block: Block) -> None:
+        """It is evicted next; its rows are still there."""
 
 
 class Residency:
@@ -49,6 +59,7 @@ class Residency:
         self._blocks: dict[Entry, Block] = {}
         self.cached_bytes = 0
         self.num_cached = 0
+        self.listener: Listener | None = None
         blocks = arena.stats.limit_bytes // sum(store.sealed_layout.extent_bytes for store in stores)
         self.ghosts = Ghosts(min(max(_GHOSTS_PER_BLOCK * blocks, _LEAST_GHOSTS), _MOST_GHOSTS))
 
@@ -98,10 +109,10 @@ class Residency:
                 return None
         return taken
 
-    def evict_one(self, cause: str) -> bool:
-        """Free what the policy names next: a leaf that nobody uses. False: there is none."""
+    def evict_one(self, cause: str, is_spared: Callable[[Block], bool] | None = None) -> bool:
+        """Free what the policy names next: a leaf that nobody uses. False: there is none, or it is spared."""
         entry = self.retention.victim()
-        if entry is None:
+        if entry is None or (is_spared is not None and is_spared(self._blocks[entry])):
             return False
         self._evict(entry, cause)
         return True
@@ -123,6 +134,8 @@ class Residency:
     def _evict(self, entry: Entry, cause: str) -> None:
         block = self._blocks[entry]
         store = self.stores[block.group]
+        if self.listener is not None:
+            self.listener.leaving(block)
         self.cached_bytes -= store.block_bytes(block)
         self.num_cached -= 1
         self._count(block, cause)

@@ -21,6 +21,7 @@ from ktransformer2.errors import ConfigError
 if TYPE_CHECKING:
     from ktransformer2.cache.block import BlockTable
     from ktransformer2.cache.block_store import BlockStore
+    from ktransformer2.cache.lower import LowerStats
     from ktransformer2.cache.residency import Residency
     from ktransformer2.memory.arena import Arena
 
@@ -86,7 +87,13 @@ class CacheStats:
     clock.
 
     `evictions` by cause; `arena_calls` by kind: what was asked of the arena, whose commits and decommits are what the
-    operating system sees. `prefetched_blocks`, and those of them that were used, are 0 while nothing prefetches.
+    operating system sees.
+
+    Tiers. `prefetched_blocks` were read from below: `prefetch_used_blocks` of them a prompt found,
+    `prefetch_unused_blocks` were evicted before that, `prefetch_late_blocks` came when nobody waited any more,
+    `prefetch_homeless_blocks` found no room; the others lie there. `not_worth_tokens` lay in a tier and were quicker
+    to compute. `restored_tokens` were found by prompts, by the tier that had kept them. `written_blocks` a tier took.
+    `staged_bytes` are copies in flight, part of `table_bytes`. `tier_bytes` by tier, `tier_failures` by tier and kind.
     """
 
     taken_s: float
@@ -113,6 +120,12 @@ class CacheStats:
     shrink_events: int
     prefetched_blocks: int
     prefetch_used_blocks: int
+    prefetch_unused_blocks: int
+    prefetch_late_blocks: int
+    prefetch_homeless_blocks: int
+    not_worth_tokens: int
+    written_blocks: int
+    staged_bytes: int
     fragmentation_ratio: float
     evictions: Mapping[str, int]
     form_bytes: Mapping[str, int]
@@ -120,6 +133,9 @@ class CacheStats:
     idle_age_s: Mapping[str, float]
     lifetime_s: Mapping[str, float]
     idle_before_eviction_s: Mapping[str, float]
+    restored_tokens: Mapping[str, int]
+    tier_bytes: Mapping[str, int]
+    tier_failures: Mapping[str, int]
 
     @property
     def held_bytes(self) -> int:
@@ -176,7 +192,9 @@ def read_numbers(part: str, found: object, stats: type[Any]) -> dict[str, Any]:
     return values
 
 
-def take_stats(arena: Arena, residency: Residency, tables: Sequence[BlockTable], now: float) -> CacheStats:
+def take_stats(
+    arena: Arena, residency: Residency, tables: Sequence[BlockTable], lower: LowerStats, now: float
+) -> CacheStats:
     """Read everything once. Cost: O(tables + runs), and a bounded look at the ages of cached blocks."""
     counters, stores = residency.counters, residency.stores
     pools = [pool for store in stores for pool in store.pools]
@@ -205,8 +223,14 @@ def take_stats(arena: Arena, residency: Residency, tables: Sequence[BlockTable],
         defrag_runs=counters.defrag_runs,
         growth_events=arena.stats.growth_events,
         shrink_events=arena.stats.shrink_events,
-        prefetched_blocks=0,
-        prefetch_used_blocks=0,
+        prefetched_blocks=lower.loaded_blocks,
+        prefetch_used_blocks=lower.used_blocks,
+        prefetch_unused_blocks=lower.unused_blocks,
+        prefetch_late_blocks=lower.late_blocks,
+        prefetch_homeless_blocks=lower.homeless_blocks,
+        not_worth_tokens=lower.not_worth_tokens,
+        written_blocks=lower.written_blocks,
+        staged_bytes=lower.staged_bytes,
         fragmentation_ratio=max((pool.fragmentation_ratio for pool in pools), default=0.0),
         evictions=MappingProxyType(dict(counters.evictions)),
         form_bytes=_form_bytes(stores),
@@ -220,6 +244,9 @@ def take_stats(arena: Arena, residency: Residency, tables: Sequence[BlockTable],
         idle_age_s=_idle_ages(stores, now),
         lifetime_s=counters.lifetimes.cumulative(),
         idle_before_eviction_s=counters.idle_before_eviction.cumulative(),
+        restored_tokens=MappingProxyType(lower.restored_tokens),
+        tier_bytes=MappingProxyType(lower.held_bytes),
+        tier_failures=MappingProxyType(lower.failures),
     )
 
 

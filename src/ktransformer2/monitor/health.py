@@ -91,7 +91,7 @@ def prefetch_accuracy(stats: CacheStats) -> Figure:
     """Above its range it is red too: whoever is that sure fetches too little ahead."""
     value, target = stats.prefetch_accuracy, "75-90 %"
     if value is None:
-        return Figure("prefetch accuracy", None, target, "n/a", "no predictor yet")
+        return Figure("prefetch accuracy", None, target, "n/a", "nothing was fetched ahead")
     judged = _Judged(
         value,
         stats.prefetched_blocks,

@@ -38,6 +38,12 @@ def answer(tick: int) -> dict[str, Any]:
         shrink_events=38,
         prefetched_blocks=0,
         prefetch_used_blocks=0,
+        prefetch_unused_blocks=0,
+        prefetch_late_blocks=0,
+        prefetch_homeless_blocks=0,
+        not_worth_tokens=0,
+        written_blocks=0,
+        staged_bytes=0,
         fragmentation_ratio=0.11,
         evictions={"room": 214 * turns, "share": 77, "idle": 590},
         form_bytes={"bf16": 8_600_000, "int8": used - 8_600_000},
@@ -45,6 +51,9 @@ def answer(tick: int) -> dict[str, Any]:
         idle_age_s={"0.5": 41.0, "0.9": 188.0, "1": 299.0},
         lifetime_s=_ages(881, 96_000.0),
         idle_before_eviction_s=_ages(881, 81_000.0),
+        restored_tokens={},
+        tier_bytes={},
+        tier_failures={},
     )
     return {"model": MODEL, "age_s": 0.4, "health": [], "cache": stats.as_json()}
 

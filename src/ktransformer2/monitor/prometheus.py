@@ -43,16 +43,24 @@ _COUNTERS = {
     "shrink_events": "Times that memory was given back.",
     "prefetched_blocks": "Blocks that were fetched ahead.",
     "prefetch_used_blocks": "Of those, blocks that were used.",
+    "prefetch_unused_blocks": "Of those, blocks that were evicted before they were used.",
+    "prefetch_late_blocks": "Of those, blocks that came when nobody waited for them any more.",
+    "prefetch_homeless_blocks": "Of those, blocks that found no room.",
+    "not_worth_tokens": "Tokens that lay in a tier and were quicker to compute.",
+    "written_blocks": "Blocks that a tier took.",
 }
 _GAUGES = {
     "limit_bytes": "Hard limit over everything that the cache counts.",
     "held_bytes": "What counts against the limit now.",
+    "staged_bytes": "Copies on their way to and from tiers.",
     "peak_bytes": "The most that ever counted against the limit.",
     "fragmentation_ratio": "1 - longest stretch of unused extents / all unused ones, of the worst pool.",
 }
 _BY_LABEL = {
     "evictions": ("cause", "Blocks that left, by cause."),
     "arena_calls": ("call", "Commits, decommits and huge-page requests of the arena."),
+    "restored_tokens": ("tier", "Tokens that prompts found and a tier had kept, by tier."),
+    "tier_failures": ("kind", "What tiers could not do, by tier and kind."),
 }
 _AGES = {
     "lifetime_s": ("block_lifetime_seconds", "From being published until being evicted."),
@@ -86,6 +94,7 @@ class _CacheCollector(Collector):
             yield self._gauge(name, text, {(): getattr(stats, name)})
         yield self._gauge("bytes", "Bytes by state.", _labelled(state_bytes(stats)), "state")
         yield self._gauge("form_bytes", "Bytes of live blocks by form.", _labelled(stats.form_bytes), "form")
+        yield self._gauge("tier_bytes", "Bytes below the device by tier.", _labelled(stats.tier_bytes), "tier")
         yield self._gauge("blocks", "Blocks by state.", _labelled(state_blocks(stats)), "state")
         idle = "Quantiles of how long cached blocks have been unused."
         yield self._gauge("idle_age_seconds", idle, _labelled(stats.idle_age_s), "quantile")

@@ -1,0 +1,234 @@
+"""Blocks on their way down: which are worth keeping below the device, when they are copied, and that parents go first.
+
+`WRITE_POLICIES` say when a block is offered:
+
+    write_through_selective   when a prompt found it, and what is left at the orderly end
+    write_through             when it is full, and what is left at the orderly end
+    write_back                when it leaves the device, and what is left at the orderly end
+
+Knows no token and no file. Copies are bounded per call and charged to the limit; nothing waits but `end`.
+
+That a block lies below is known of those that this process wrote or read, as long as its tiers do not deny it. A filter
+alone is no proof: one false positive in a chain, and nothing behind it could be kept.
+
+Invariants: a block is offered after its parent; the bytes charged are those of payloads that the writer still holds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from ktransformer2.cache.block import Block
+from ktransformer2.cache.residency import Residency
+from ktransformer2.memory.arena import Arena
+from ktransformer2.tiers.tier import ROOT, StoredBlock
+from ktransformer2.tiers.write_combiner import WriteCombiner
+
+_MOST_WANTED = 4096  # blocks that wait to be copied
+_MOST_KNOWN = 65_536  # keys that are remembered to lie below: some 10 MB
+_MOST_FAILURES = 3  # failed transfers after which the orderly end gives up: a full disk stays full
+
+
+class KnownKeys:
+    """The newest keys that lie below the device, or are on their way: two generations, the old one is forgotten."""
+
+    def __init__(self, capacity: int = _MOST_KNOWN) -> None:
+        self._capacity = capacity
+        self._young: set[bytes] = set()
+        self._old: set[bytes] = set()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._young or key in self._old
+
+    def add(self, key: bytes) -> None:
+        if len(self._young) >= self._capacity // 2:
+            self._young, self._old = set(), self._young
+        self._young.add(key)
+
+    def discard(self, key: bytes) -> None:
+        self._young.discard(key)
+        self._old.discard(key)
+
+
+class Demotion:
+    """The way down of one cache's blocks, through `combiner`."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        arena: Arena,
+        combiner: WriteCombiner,
+        may_hold: Callable[[bytes], bool],
+        policy: str,
+    ) -> None:
+        """`may_hold`: False for a key that surely lies in no tier."""
+        self._residency, self._arena, self._combiner = residency, arena, combiner
+        self._may_hold, self._policy = may_hold, policy
+        self.known = KnownKeys()
+        self.charged_bytes = 0
+        self.skipped: Counter[str] = Counter()  # blocks that were not taken, by why: queue, buffer, room, left, parent
+        self._wanted: dict[bytes, Block] = {}  # in the order in which they are to be copied
+        self._ended = False
+        self._num_failures = 0  # since the end began
+
+    # --- what happens to a block
+
+    def filled(self, block: Block) -> None:
+        """It is full and can be found."""
+        if self._policy == "write_through":
+            self.want(block)
+
+    def found(self, block: Block) -> None:
+        """A prompt found it."""
+        if self._policy != "write_back":
+            self.want(block)
+
+    def leaving(self, block: Block) -> None:
+        """It leaves the device next. Its parents go down before it, as far as the buffer takes them."""
+        if self._policy == "write_back" and block.key is not None and not self._ended:
+            self._settle()
+            self._offer_chain(block)
+
+    def want(self, block: Block) -> None:
+        """Copy it down when there is time; its parents come first. One that lies there, or is no full block, is not."""
+        if block.key is None or self._ended:
+            return
+        key = stored_key(block)
+        if key in self._wanted or self._lies_below(key):
+            return
+        if len(self._wanted) >= _MOST_WANTED:
+            self.skipped["queue"] += 1
+            return
+        self._wanted[key] = block
+
+    # --- copying
+
+    def copy(self, budget_bytes: int) -> None:
+        """Hand wanted blocks to the writer, about `budget_bytes` of them; what finds no room there waits."""
+        self._settle()
+        while self._wanted and budget_bytes > 0:
+            key, block = next(iter(self._wanted.items()))
+            if block.key is None or stored_key(block) != key:
+                self.skipped["left"] += 1
+            elif not self._fits(block):
+                return
+            else:
+                budget_bytes -= self._payload_bytes(block)
+                self._offer_chain(block)
+            del self._wanted[key]
+
+    def end(self, limit_s: float) -> bool:
+        """The orderly end: all full blocks go down, the last used first; False: not all in `limit_s`. Waits.
+
+        Side effect: where the limit leaves no room for copies, blocks that nobody uses are evicted for it.
+        """
+        self._ended = True
+        self._wanted.clear()
+        deadline = time.monotonic() + limit_s
+        done = all(self._end_with(block, deadline) for block in self._last_used_first())
+        done &= self._combiner.close(max(0.0, deadline - time.monotonic()))
+        self._settle()
+        return done
+
+    def _last_used_first(self) -> list[Block]:
+        blocks = [block for index in self._residency.indexes for block in index if block.key is not None]
+        return sorted(blocks, key=lambda block: (block.references == 0, -block.last_used))
+
+    def _end_with(self, block: Block, deadline: float) -> bool:
+        """Offer a block and its parents. False: the time is over, or the tiers take nothing."""
+        for each in self._chain(block):
+            size, left_s = self._payload_bytes(each), deadline - time.monotonic()
+            if left_s <= 0 or self._num_failures >= _MOST_FAILURES or not self._combiner.wait_for_room(size, left_s):
+                return False
+            self._settle()
+            room = self._residency.take(lambda size=size: self._arena.charge(size) or None)  # type: ignore[misc]
+            if room is None:
+                return True  # all of the limit is in use: nothing can be copied
+            self._arena.discharge(size)
+            if each.key is not None:  # else it has just been evicted
+                self._offer(each)
+        return True
+
+    def _offer_chain(self, block: Block) -> None:
+        for each in self._chain(block):
+            if not self._offer(each):
+                return
+
+    def _chain(self, block: Block) -> list[Block]:
+        """The block and those before it that do not lie below yet, the first one first. Empty: a parent is nowhere."""
+        index, holds_parent = self._residency.indexes[block.group], self._holds_parent(block)
+        chain: list[Block] = []
+        next_block: Block | None = block
+        while next_block is not None and next_block.key is not None:
+            if self._lies_below(stored_key(next_block)):
+                return chain[::-1]
+            chain.append(next_block)
+            if next_block.begins or not holds_parent:
+                return chain[::-1]
+            if self._lies_below(next_block.parent + bytes((block.group,))):
+                return chain[::-1]
+            next_block = index.get(next_block.parent)
+        self.skipped["parent"] += 1
+        return []
+
+    def _offer(self, block: Block) -> bool:
+        """Copy a block whose parent lies below. False: the buffer or the limit has no room."""
+        key = stored_key(block)
+        if self._combiner.holds(key):
+            self.known.add(key)
+            return True
+        payload_bytes = self._payload_bytes(block)
+        if not self._fits(block):
+            self.skipped["buffer"] += 1
+            return False
+        if not self._arena.charge(payload_bytes):
+            self.skipped["room"] += 1
+            return False
+        store = self._residency.stores[block.group]
+        parent = ROOT if block.begins else block.parent + key[-1:]
+        payload = store.read_sealed(block)
+        stored = StoredBlock(key, parent, block.rows, payload, holds_parent=self._holds_parent(block))
+        if not self._combiner.offer(stored):
+            self._arena.discharge(payload_bytes)
+            self.skipped["buffer"] += 1
+            return False
+        self.charged_bytes += payload_bytes
+        self.known.add(key)
+        return True
+
+    def _settle(self) -> None:
+        """What the writer let go no longer counts; what no tier took may be offered again."""
+        freed = self._combiner.take_freed()
+        self._arena.discharge(freed)
+        self.charged_bytes -= freed
+        failed = self._combiner.take_failed()
+        self._num_failures += self._ended and bool(failed)
+        for key in failed:
+            self.known.discard(key)
+
+    def _lies_below(self, key: bytes) -> bool:
+        return self._combiner.holds(key) or (key in self.known and self._may_hold(key))
+
+    def _fits(self, block: Block) -> bool:
+        return self._combiner.held_bytes + self._payload_bytes(block) <= self._combiner.limit_bytes
+
+    def _payload_bytes(self, block: Block) -> int:
+        return self._residency.stores[block.group].sealed_layout.extent_bytes
+
+    def _holds_parent(self, block: Block) -> bool:
+        return self._residency.stores[block.group].group.window is None
+
+    def check_integrity(self) -> None:
+        accounted = self._combiner.accounted_bytes()
+        assert accounted == self.charged_bytes, f"{accounted} bytes with the writer, {self.charged_bytes} charged"
+        held = self._combiner.held_bytes
+        assert held <= self._combiner.limit_bytes, f"the writer holds {held} of {self._combiner.limit_bytes} bytes"
+        assert len(self._wanted) <= _MOST_WANTED, f"{len(self._wanted)} blocks are wanted"
+
+
+def stored_key(block: Block) -> bytes:
+    """The key of a full block below the device: its prefix hash, then its layer group."""
+    assert block.key is not None, f"{block} has no key"
+    return block.key + bytes((block.group,))
