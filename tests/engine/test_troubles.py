@@ -16,7 +16,10 @@ from ktransformer2.engine.snapshot import Snapshot
 from ktransformer2.engine.troubles import TROUBLES, Finding, diagnose
 from ktransformer2.errors import ConfigError
 from tests.cache.factories import Clock, make_cache
+from tests.cache.tier_driving import cache_over, lower_of, no_threads
+from tests.cache.tier_driving import read as read_tiers
 from tests.engine.tiny_model import Bench, prompts
+from tests.tiers.memory_tier import MemoryTier
 
 _DOCUMENT = 640  # tokens: 40 blocks of 16
 
@@ -196,6 +199,43 @@ def test_preemptions() -> None:
     finding = the_only(eight_long_answers(max_num_sequences=8), "preemptions", "max_num_sequences")
     assert finding.value > finding.limit
     assert eight_long_answers(max_num_sequences=3) == []
+
+
+# --- tiers
+
+
+def fetched_ahead(num_documents: int, *, in_time: bool = True) -> list[Finding]:
+    """Two documents that a tier has are fetched while another text takes its room, in memory for so many."""
+    tier = MemoryTier()
+    with no_threads():
+        first = cache_over(tier)
+        for number in range(2):
+            read(first, document(number))
+        first.close()
+        cache = cache_over(tier, memory_bytes=cache_bytes(num_documents), cached_share_ratio=1.0)
+        for number in range(2):
+            fetch = cache.fetch(document(number))
+            assert fetch is not None
+            if in_time:
+                read_tiers(cache)
+            else:
+                lower_of(cache)._prefetcher.read_one()  # it is under way when its prompt gives up
+            read(cache, document(8 + number), publish=False)
+            cache.end_fetch(fetch)
+            read_tiers(cache)
+            read(cache, document(number))
+        return [finding for finding in found(cache) if finding.trouble == "poor prefetch"]
+
+
+def test_prefetch_into_too_little_memory() -> None:
+    finding = the_only(fetched_ahead(1), "poor prefetch", "memory")
+    assert finding.value < finding.limit == 0.75
+    assert fetched_ahead(4) == []
+
+
+def test_prefetch_that_comes_too_late() -> None:
+    assert "faster disk" in the_only(fetched_ahead(4, in_time=False), "poor prefetch", "disk_directory").advice
+    assert fetched_ahead(4, in_time=True) == []
 
 
 # --- the list itself

@@ -1,6 +1,7 @@
 """The engine: requests in, tokens out, one step at a time. `step()` is the path of a token, top to bottom.
 
     schedule  who computes what; room is allocated        Scheduler, KVCache.match and .allocate
+              and what tiers have sent is taken in        KVCache.receive and .fetch
     prepare   tokens, positions, slots, block tables      KVCache.prepare
     forward   K and V are stored, attention reads pages   CausalModel.forward
     sample    the next token of whoever is up to date     sampler
@@ -38,6 +39,9 @@ from ktransformer2.errors import (
 )
 from ktransformer2.models.batch import CausalModel, FlatBatch
 from ktransformer2.ownership import Owner
+
+# A step that has nothing to do but wait for a tier lasts at most so long: callers want to look in between.
+_TIER_WAIT_S = 0.01
 
 
 class Engine:
@@ -136,6 +140,8 @@ class Engine:
                 batch = self._prepare(step)
                 logits = self._model.forward(batch)  # [work, V]
                 sampled = self._sample(step, logits)
+            elif step.waits_for_tiers:
+                self._cache.wait_for_tiers(_TIER_WAIT_S)
         except BaseException:  # an interrupt from the keyboard too
             self._scheduler.abandon()
             raise
@@ -262,6 +268,9 @@ class Engine:
                 stats.prefill_tokens += len(work.token_ids)
         stats.last_step_tokens = step.num_tokens
         stats.last_step_s = self._clock() - began_s
+        num_reading = sum(len(work.token_ids) for work in step.work if not work.is_decode)
+        if 2 * num_reading > step.num_tokens:  # else it says more of decodes than of what a prompt costs
+            self._cache.computed(num_reading, stats.last_step_s)
 
     def stats(self) -> EngineStats:
         """A snapshot of the counters."""

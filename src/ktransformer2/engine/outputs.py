@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from ktransformer2.errors import KTransformerError
@@ -42,7 +43,8 @@ class Usage:
     """What a request cost: `cached_tokens` of `prompt_tokens` were in the cache; `new_tokens` is over all answers.
 
     `ttft_s` is from `add` to the first token, None when there was none. `miss` says why not more of the prompt was in
-    the cache, without a look at other salts; None when it was never looked up.
+    the cache, without a look at other salts; None when it was never looked up. `restored_tokens` are those of the
+    cached ones that the device did not have: they had been kept by a tier below it, by its name, and came up.
     """
 
     prompt_tokens: int
@@ -51,6 +53,12 @@ class Usage:
     ttft_s: float | None
     num_preemptions: int = 0
     miss: Explanation | None = None
+    restored_tokens: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def num_restored(self) -> int:
+        """Restored tokens, from all tiers."""
+        return sum(self.restored_tokens.values())
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 Continuous batching (Orca, OSDI 2022, section 3) with chunked prefill (Sarathi-Serve, OSDI 2024, section 4).
 When the cache has no room the newest running sequence is preempted: its table goes, its tokens stay, and it waits at
-its old place; its blocks stay cached, so that a prefix hit brings it back. Nothing overtakes the head of the queue.
+its old place; its blocks stay cached, so that a prefix hit brings it back. Nothing overtakes the head of the queue, but
+for a sequence whose blocks are on their way up from a tier: others pass it while it waits for them, which has an end.
 
 Invariants: `running` and `waiting` are ordered by arrival and disjoint; a sequence has a table exactly while it runs;
-the oldest sequence always advances, or it is handed back as starved, so every queue drains.
+the oldest sequence that waits for no tier advances, or it is handed back as starved, so every queue drains.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ from dataclasses import dataclass, field
 from ktransformer2.cache.kv_cache import KVCache
 from ktransformer2.config import EngineConfig
 from ktransformer2.engine.sequence import Sequence
+
+# So many of those who wait have their blocks brought up: more would only drive out each other's.
+_FETCH_AHEAD = 8
+# Steps, each some 10 ms of waiting, after which what a hanging tier holds counts as memory that nobody gives back.
+_MOST_STARVING = 3000
 
 
 @dataclass(frozen=True)
@@ -29,12 +35,16 @@ class Work:
 
 @dataclass
 class Step:
-    """The plan of one step. `starved` are sequences that the memory cannot hold although nothing else runs."""
+    """The plan of one step. `starved` are sequences that the memory cannot hold although nothing else runs.
+
+    `waits_for_tiers`: somebody could go on, but for blocks, or room, that the tiers will give soon.
+    """
 
     budget: int
     work: list[Work] = field(default_factory=list)
     starved: list[Sequence] = field(default_factory=list)
     num_preempted: int = 0
+    waits_for_tiers: bool = False
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         start = sequence.num_computed
@@ -63,6 +73,7 @@ class Scheduler:
         self._max_step_tokens = config.max_step_tokens
         # Every running sequence decodes in every step.
         self._max_running = min(config.max_num_sequences, config.max_step_tokens)
+        self._num_starving = 0
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
 
@@ -70,7 +81,9 @@ class Scheduler:
         insort(self.waiting, sequence, key=lambda s: s.order)
 
     def schedule(self) -> Step:
-        """The next step. Side effects: room is allocated, sequences are admitted and preempted."""
+        """The next step. Side effects: room is allocated, sequences are admitted and preempted, blocks are fetched."""
+        self._cache.receive()
+        self._fetch_ahead()
         step = Step(self._max_step_tokens)
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
         reading = [sequence for sequence in self.running if not sequence.is_decoding]
@@ -89,7 +102,7 @@ class Scheduler:
         while not self._cache.allocate(sequence.table, num_tokens):
             newest = self.running[-1]
             if newest is sequence and len(self.running) == 1:
-                step.starved.append(sequence)
+                self._starve(sequence, step)
                 return
             self._preempt(newest, step)
             if newest is sequence:
@@ -105,15 +118,37 @@ class Scheduler:
         sequence.request.num_preemptions += 1
         step.num_preempted += 1
 
+    def _fetch_ahead(self) -> None:
+        """Ask the tiers for what the next in the queue lack; each is asked for once."""
+        for sequence in self.waiting[:_FETCH_AHEAD]:
+            if not sequence.has_asked:
+                sequence.has_asked = True
+                sequence.fetch = self._cache.fetch(sequence.token_ids, sequence.request.salt, sequence.block_hashes)
+
     def _admit(self, step: Step) -> None:
-        while self.waiting and step.budget > 0 and len(self.running) < self._max_running:
-            sequence = self.waiting[0]
-            if self._start(sequence, step):
-                del self.waiting[0]
+        for sequence in list(self.waiting):
+            if step.budget == 0 or len(self.running) == self._max_running:
+                return
+            if sequence.fetch is not None and self._cache.is_loading(sequence.fetch):
+                step.waits_for_tiers = True
+            elif self._start(sequence, step):
+                self.waiting.remove(sequence)
             elif self.running:
                 return  # it waits for room at the head of the queue
-            else:
-                step.starved.append(self.waiting.pop(0))
+            elif not self._starve(sequence, step):
+                return
+
+    def _starve(self, sequence: Sequence, step: Step) -> bool:
+        """No room although nothing else runs. False: copies on their way to and from tiers will give theirs back."""
+        self._num_starving += 1
+        if self._cache.staged_bytes and self._num_starving < _MOST_STARVING:
+            step.waits_for_tiers = True
+            return False
+        self._num_starving = 0
+        step.starved.append(sequence)
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        return True
 
     def _start(self, sequence: Sequence, step: Step) -> bool:
         salt = sequence.request.salt
@@ -124,8 +159,11 @@ class Scheduler:
             self._cache.release(table)
             return False
         sequence.table = table
+        self._num_starving = 0
+        self._end_fetch(sequence)
         if sequence.request.cached_tokens is None:
             sequence.request.cached_tokens = table.num_tokens
+            sequence.request.restored_tokens = table.restored_tokens
             sequence.request.miss = self._cache.explain(sequence.token_ids, salt, match, across_salts=False)
         insort(self.running, sequence, key=lambda s: s.order)
         step.add(sequence, num_tokens)
@@ -149,6 +187,13 @@ class Scheduler:
             sequence.table = None
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        self._end_fetch(sequence)
+
+    def _end_fetch(self, sequence: Sequence) -> None:
+        """What it asked the tiers for has come, or is not wanted any more; it may ask again when it waits again."""
+        if sequence.fetch is not None:
+            self._cache.end_fetch(sequence.fetch)
+        sequence.fetch, sequence.has_asked = None, False
 
     def abandon(self) -> None:
         """The step was not computed: forget the room that was allocated for it. Sequences stay where they are."""

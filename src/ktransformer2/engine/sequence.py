@@ -21,6 +21,7 @@ from ktransformer2.errors import KTransformerError
 if TYPE_CHECKING:
     from ktransformer2.cache.block import BlockTable
     from ktransformer2.cache.explain import Explanation
+    from ktransformer2.cache.promotion import Fetch
 
 
 class Sequence:
@@ -32,6 +33,8 @@ class Sequence:
         self.index = index
         self.token_ids = list(request.prompt_ids)
         self.block_hashes: list[bytes] = []  # filled by KVCache.match, so that no block is hashed twice while it waits
+        self.fetch: Fetch | None = None  # its blocks on their way up from a tier, while it waits
+        self.has_asked = False  # the tiers, since it last began to wait
         self.table: BlockTable | None = None
         self.sampling = SamplingState(params, request.prompt_ids, index)
         self.finish_reason: FinishReason | None = None
@@ -115,6 +118,7 @@ class Request:
         self.arrived_s = 0.0
         self.first_token_s: float | None = None
         self.cached_tokens: int | None = None
+        self.restored_tokens: dict[str, int] = {}
         self.miss: Explanation | None = None
         self.num_preemptions = 0
         self.error: KTransformerError | None = None
@@ -136,5 +140,6 @@ class Request:
             None if self.first_token_s is None else self.first_token_s - self.arrived_s,
             self.num_preemptions,
             self.miss,
+            dict(self.restored_tokens),
         )
         return RequestOutput(self.request_id, tuple(s.completion() for s in self.sequences), usage, self.error)

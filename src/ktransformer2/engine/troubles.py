@@ -20,8 +20,10 @@ MOST_GROWTHS_PER_1K_TOKENS = 5.0
 MOST_FRAGMENTATION = 0.30
 LEAST_HIT_RATIO = 0.5
 MOST_PREEMPTIONS_PER_REQUEST = 0.1
+LEAST_PREFETCH_ACCURACY = 0.75
 # Below these nothing is said: the first growths, a handful of blocks or one short prompt prove nothing.
 _LEAST_GROWTHS, _LEAST_BLOCKS, _LEAST_LOOKUP_TOKENS, _LEAST_PREEMPTIONS = 8, 32, 4096, 2
+_LEAST_PREFETCHED = 32
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,27 @@ def _preemptions(cache: CacheStats, engine: EngineStats) -> Finding | None:
     )
 
 
+def _poor_prefetch(cache: CacheStats, engine: EngineStats) -> Finding | None:
+    """Blocks are brought up from tiers and nobody finds them: most often for want of room, or for being late."""
+    accuracy = cache.prefetch_accuracy
+    if cache.prefetched_blocks < _LEAST_PREFETCHED or accuracy is None or accuracy >= LEAST_PREFETCH_ACCURACY:
+        return None
+    no_room, late = cache.prefetch_unused_blocks + cache.prefetch_homeless_blocks, cache.prefetch_late_blocks
+    if no_room >= late:
+        knob, advice = "memory", "raise memory, or cached_share_ratio (0.5)"
+    else:
+        knob, advice = "disk_directory", "name a directory on a faster disk, or a nearer server"
+    return Finding(
+        "poor prefetch",
+        "blocks are brought up from a tier and not used; their prompts are computed all the same",
+        "prefetch_accuracy",
+        accuracy,
+        LEAST_PREFETCH_ACCURACY,
+        knob,
+        f"of {cache.prefetched_blocks} blocks {no_room} found no room or had to go, {late} came too late: {advice}",
+    )
+
+
 # In the order in which they are looked for and listed.
 TROUBLES: Mapping[str, Callable[[CacheStats, EngineStats], Finding | None]] = {
     "thrash": _thrash,
@@ -181,4 +204,5 @@ TROUBLES: Mapping[str, Callable[[CacheStats, EngineStats], Finding | None]] = {
     "forgotten while idle": _forgotten,
     "low hit rate": _no_reuse,
     "preemptions": _preemptions,
+    "poor prefetch": _poor_prefetch,
 }
