@@ -21,6 +21,7 @@ import ktransformer2 as k
 from ktransformer2 import errors
 from ktransformer2.cache.explain import Explanation
 from ktransformer2.cache.kv_cache import KVCache
+from ktransformer2.cache.lower import LowerStats
 from ktransformer2.cache.stats import CacheStats
 from ktransformer2.engine.outputs import Completion, EngineStats, TokenLogprob, Usage
 from ktransformer2.integrations.attach import Attachment, CallUsage
@@ -37,8 +38,9 @@ SHOWN: dict[Any, Collection[str] | None] = {
     k.attach: None,
     Attachment: {*vars(Attachment)} - {"__init__"},
     CallUsage: None,
-    KVCache: {"stats", "clear"},
+    KVCache: {"stats", "clear", "tier_stats"},
     CacheStats: None,
+    LowerStats: None,
 }
 _CUT = "\n# 8< -\n"
 
@@ -46,7 +48,7 @@ _CUT = "\n# 8< -\n"
 def generated() -> str:
     """Everything below `MARK`."""
     shown = {thing.__name__: _outline(thing, members) for thing, members in SHOWN.items()}
-    settings = {config.__name__: _settings(config) for config in (k.CacheConfig, k.EngineConfig)}
+    settings = {config.__name__: _settings(config) for config in (k.CacheConfig, k.EngineConfig, k.TierConfig)}
     blocks = _formatted([*shown.values(), _outline(errors, None)])
     sections = [f"## {name}\n\n{_fenced(block)}" for name, block in zip(shown, blocks, strict=False)]
     sections += [f"## {name}\n\n{table}" for name, table in settings.items()]

@@ -29,6 +29,7 @@ EXPORTED = [
     "RequestOutput",
     "SamplingParams",
     "StreamChunk",
+    "TierConfig",
     "__version__",
     "attach",
 ]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ktransformer2 import settings
-from ktransformer2.config import CacheConfig, EngineConfig
+from ktransformer2.config import CacheConfig, EngineConfig, TierConfig
 from ktransformer2.errors import ConfigError
 from ktransformer2.settings import Settings
 
@@ -41,8 +41,9 @@ def test_nothing_said_is_every_default(resolve: Resolve) -> None:
     assert found.memory == "auto"
     assert CacheConfig.load(found.cache_values) == CacheConfig()
     assert EngineConfig.load(found.engine_values) == EngineConfig()
+    assert TierConfig.load(found.tier_values) == TierConfig()
     assert set(found.origins.values()) == {"default"}
-    names = {f.name for config in (CacheConfig, EngineConfig) for f in dataclasses.fields(config)}
+    names = {f.name for config in (CacheConfig, EngineConfig, TierConfig) for f in dataclasses.fields(config)}
     assert set(found.values) == names - {"memory_bytes"} | {"model", "dtype", "memory"}
 
 

@@ -17,7 +17,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ktransformer2.config import CacheConfig, EngineConfig
+    from ktransformer2.config import CacheConfig, EngineConfig, TierConfig
     from ktransformer2.engine.llm import LLM
     from ktransformer2.engine.outputs import RequestOutput, StreamChunk
     from ktransformer2.engine.sampling import SamplingParams
@@ -36,6 +36,7 @@ _HOMES = {
     "RequestOutput": "ktransformer2.engine.outputs",
     "SamplingParams": "ktransformer2.engine.sampling",
     "StreamChunk": "ktransformer2.engine.outputs",
+    "TierConfig": "ktransformer2.config",
     "attach": "ktransformer2.integrations.attach",
 }
 # Old name -> the new one, and the version that no longer has the old one.
@@ -50,6 +51,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StreamChunk",
+    "TierConfig",
     "__version__",
     "attach",
 ]

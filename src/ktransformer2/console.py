@@ -36,10 +36,16 @@ def format_seconds(seconds: float) -> str:
 
 
 def closing_line(usage: Usage, kv_bytes: int) -> str:
-    """What an answer cost: tokens in, of them cached, out, time to the first token, bytes of the cache."""
+    """What an answer cost: tokens in, of them cached, out, time to the first token, bytes of the cache.
+
+    Where a tier had kept some: `restored` from there, and `reused` in all.
+    """
+    cached = f"{usage.cached_tokens:,} cached"
+    if usage.num_restored:
+        cached = f"restored {usage.num_restored:,}, reused {usage.cached_tokens:,}"
     first = "none" if usage.ttft_s is None else format_seconds(usage.ttft_s)
     return (
-        f"{usage.prompt_tokens:,} tokens in ({usage.cached_tokens:,} cached) | {usage.new_tokens:,} out | "
+        f"{usage.prompt_tokens:,} tokens in ({cached}) | {usage.new_tokens:,} out | "
         f"first token {first} | KV {format_bytes(kv_bytes)}"
     )
 

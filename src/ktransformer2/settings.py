@@ -1,8 +1,9 @@
 """Every knob's value and where it came from: flag > KTRANSFORMER_* > project TOML > user TOML > default.
 
-The knobs are the fields of `CacheConfig` and `EngineConfig`, with `memory` ("auto" or a size) for `memory_bytes`, and
-what a command loads: `model` and `dtype`. The project's TOML is `ktransformer.toml` in the current folder, else
-`[tool.ktransformer]` of `pyproject.toml` there; the user's is `config.toml` in the user's config directory.
+The knobs are the fields of `CacheConfig`, `EngineConfig` and `TierConfig`, with `memory` ("auto" or a size) for
+`memory_bytes`, and what a command loads: `model` and `dtype`. The project's TOML is `ktransformer.toml` in the current
+folder, else `[tool.ktransformer]` of `pyproject.toml` there; the user's is `config.toml` in the user's config
+directory.
 
 `merge` is pure; `resolve` reads the files and the environment first. Knows no model and no cache.
 Invariant: a key that nobody knows is an error that names its place and the nearest name; it is never passed over.
@@ -21,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ktransformer2.config import CacheConfig, EngineConfig, knob, parse_bytes, parse_tokens
+from ktransformer2.config import CacheConfig, EngineConfig, TierConfig, knob, parse_bytes, parse_tokens
 from ktransformer2.errors import ConfigError
 
 PREFIX = "KTRANSFORMER_"
@@ -33,7 +34,10 @@ _OUR_TABLE = re.compile(rf"""^[ \t]*(\[?[ \t]*["']?tool["']?[ \t]*\.[ \t]*)?["']
 # Variables of the program, its build and its tests that set no knob.
 OTHER_VARIABLES = frozenset(
     PREFIX + name
-    for name in ("KERNELS", "CACHE", "REQUIRE_NATIVE", "NO_NATIVE", "REQUIRE_DATA", "DATA", "BENCH_DATA", "WHEEL")
+    for name in (
+        *("KERNELS", "CACHE", "REQUIRE_NATIVE", "NO_NATIVE", "REQUIRE_DATA", "DATA", "BENCH_DATA", "WHEEL"),
+        "VALKEY_KEY",
+    )
 )
 
 
@@ -61,7 +65,7 @@ class Knob:
     """One setting: its home (the config that has it) and what its field says about itself."""
 
     name: str
-    home: type[StartConfig] | type[CacheConfig] | type[EngineConfig]
+    home: type[StartConfig] | type[CacheConfig] | type[EngineConfig] | type[TierConfig]
     kind: str
     default: Any
     about: Mapping[str, str]
@@ -93,7 +97,7 @@ class Knob:
 @cache
 def knobs() -> Mapping[str, Knob]:
     """Every knob by name, in the order in which they are shown."""
-    homes: tuple[Any, ...] = (StartConfig, CacheConfig, EngineConfig)
+    homes: tuple[Any, ...] = (StartConfig, CacheConfig, EngineConfig, TierConfig)
     fields = [(home, field) for home in homes for field in dataclasses.fields(home) if field.name != "memory_bytes"]
     return {f.name: Knob(f.name, home, str(f.type), f.default, f.metadata) for home, f in fields}
 
@@ -129,6 +133,11 @@ class Settings:
     def engine_values(self) -> dict[str, Any]:
         """The fields of `EngineConfig`."""
         return {name: self.values[name] for name, each in knobs().items() if each.home is EngineConfig}
+
+    @property
+    def tier_values(self) -> dict[str, Any]:
+        """The fields of `TierConfig`."""
+        return {name: self.values[name] for name, each in knobs().items() if each.home is TierConfig}
 
     @property
     def memory(self) -> str | int:

@@ -1,4 +1,4 @@
-"""Commands run as on a new machine: no settings of whoever runs the tests."""
+"""Commands run as on a new machine: no settings of whoever runs the tests, and nothing kept on disk for the next."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from ktransformer2.settings import PREFIX, knobs
 
 @pytest.fixture(autouse=True)
 def no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """No settings from the user's file or the environment. The current folder, the repository, sets none."""
+    """No settings from the user's file or the environment, but that nothing persists. The current folder sets none."""
     folder = tmp_path_factory.mktemp("nothing-set")
     for name in knobs():
         monkeypatch.delenv(PREFIX + name.upper(), raising=False)
+    monkeypatch.setenv(PREFIX + "PERSIST", "off")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))  # for commands in a process of their own
     monkeypatch.setattr("ktransformer2.settings.user_file", lambda: folder / "config.toml")
     return folder / "config.toml"

@@ -12,6 +12,13 @@ from ktransformer2.settings import knobs
 from tests.cli.invoking import assert_as_before, failed, invoke
 
 
+@pytest.fixture(autouse=True)
+def nothing_said(no_settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even `persist`."""
+    del no_settings
+    monkeypatch.delenv("KTRANSFORMER_PERSIST")
+
+
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project whose settings are in force."""

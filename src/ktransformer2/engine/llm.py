@@ -9,16 +9,19 @@ Knows no step and no block. Invariant: a stream that is closed early, or an erro
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import difflib
+import weakref
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from ktransformer2.cache.kv_cache import KVCache
-from ktransformer2.config import CacheConfig, EngineConfig, parse_bytes
+from ktransformer2.config import CacheConfig, EngineConfig, TierConfig, parse_bytes
 from ktransformer2.engine.detokenizer import Tokenizer, Vocabulary
 from ktransformer2.engine.engine import Engine
 from ktransformer2.engine.memory_budget import Memory, auto_memory_bytes, most_useful_bytes, workspace_bytes
@@ -27,6 +30,7 @@ from ktransformer2.engine.sampling import SamplingParams
 from ktransformer2.errors import ConfigError, EmptyPromptError, RequestError
 from ktransformer2.models.footprint import ModelFootprint
 from ktransformer2.models.loading import LoadedModel, load_model
+from ktransformer2.tiers.opening import asks_for_tiers, open_tiers
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -43,6 +47,7 @@ class LLM:
         memory: str | int = "auto",
         dtype: str = "auto",
         block_tokens: int = 64,
+        persist: bool | str | Path = False,
         **config: Any,
     ) -> None:
         """Load `model` (a folder, a file, a hub id, or a model that is loaded already) and make its cache.
@@ -51,7 +56,10 @@ class LLM:
         `memory`: the cache's hard limit, such as "4GB", or bytes; auto: 0.8 x what weights and workspace leave.
         `dtype`: what the model computes in, such as "float32".
         `block_tokens`: tokens of one block, the unit of sharing: 16, 32, 64, 128 or 256.
-        `config`: any other field of CacheConfig and EngineConfig.
+        `persist`: keep what was read on disk, so that the next process need not read it again: True, or the directory
+        where. Off unless asked for: the files tell what prompts said to whoever may read them, and a library does not
+        write that somewhere by itself. See docs/tiers.md.
+        `config`: any other field of CacheConfig, EngineConfig and TierConfig.
         Raises: ConfigError, ModelError, OutOfMemoryError.
         """
         if not isinstance(model, str | Path | LoadedModel):
@@ -59,7 +67,8 @@ class LLM:
                 f"LLM({type(model).__name__}) is not understood; give a folder, a file, a hub id or what load_model() "
                 "returned. A model of transformers keeps its own generate(): ktransformer2.attach(model)"
             )
-        cache_config, self.engine_config = _configs(kv=kv, memory=memory, block_tokens=block_tokens, **config)
+        settings = {"kv": kv, "block_tokens": block_tokens, **_persistence(persist), **config}
+        cache_config, self.engine_config, self.tier_config = _configs(memory, settings)
         before = Memory.measure()
         if isinstance(model, LoadedModel):
             loaded = model  # what it takes is taken already, and is taken off again below
@@ -74,6 +83,7 @@ class LLM:
         self.source = loaded.source
         self.tokenizer: Tokenizer = loaded.tokenizer
         self.cache = KVCache(loaded.model.geometry, cache_config, loaded.model.fingerprint)
+        self._join_tiers()
         vocabulary = Vocabulary(self.tokenizer, _end_tokens(loaded))
         self.engine = Engine(loaded.model, self.cache, vocabulary, self.engine_config)
         self._news: dict[str, deque[StreamChunk]] = {}  # chunks of requests that somebody reads
@@ -135,11 +145,12 @@ class LLM:
     # --- the end
 
     def close(self) -> None:
-        """Cancel what runs and give all memory back. A second call does nothing."""
+        """Cancel what runs, write what is to last (at most `flush_s` long), give all memory back. Twice is once."""
         if self._closed:
             return
         self.engine.close()
         self.cache.close()
+        atexit.unregister(self._close_at_exit)
         self._closed = True
 
     def __enter__(self) -> Self:
@@ -151,6 +162,17 @@ class LLM:
         self.close()
 
     # --- inside
+
+    def _join_tiers(self) -> None:
+        """What lies below the device, where it is asked for; then an end without `close` is an orderly one too."""
+        self._close_at_exit = partial(_close, weakref.ref(self))
+        if asks_for_tiers(self.tier_config):
+            try:
+                self.cache.join(open_tiers(self.tier_config, self.cache.lineage), self.tier_config)
+            except BaseException:
+                self.cache.close()
+                raise
+            atexit.register(self._close_at_exit)
 
     def _run(self, waiting: deque[tuple[list[int], SamplingParams | None]]) -> list[RequestOutput]:
         """All of `waiting`, added as the queue has places."""
@@ -233,18 +255,34 @@ class LLM:
         return list(token_ids)
 
 
-def _configs(memory: str | int, **values: Any) -> tuple[CacheConfig, EngineConfig]:
-    """Every setting to the config that has it. Raises ConfigError for one that neither has."""
-    engine_names, cache_names = ({field.name for field in dataclasses.fields(c)} for c in (EngineConfig, CacheConfig))
-    for name in values:
-        if name not in engine_names | cache_names:
-            near = difflib.get_close_matches(name, sorted(engine_names | cache_names), n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "see CacheConfig and EngineConfig for what there is"
-            raise ConfigError(f"unknown setting {name!r}; {hint}")
-    engine_values = {name: values.pop(name) for name in list(values) if name in engine_names}
+def _configs(memory: str | int, values: dict[str, Any]) -> tuple[CacheConfig, EngineConfig, TierConfig]:
+    """Every setting to the config that has it. Raises ConfigError for one that none has."""
+    homes = (CacheConfig, EngineConfig, TierConfig)
+    own: dict[Any, dict[str, Any]] = {home: {} for home in homes}
+    home_of = {field.name: home for home in homes for field in dataclasses.fields(home)}
+    for name, value in values.items():
+        if name not in home_of:
+            near = difflib.get_close_matches(name, sorted(home_of), n=1)
+            known = "see CacheConfig, EngineConfig and TierConfig for what there is"
+            raise ConfigError(f"unknown setting {name!r}; {f'did you mean {near[0]!r}?' if near else known}")
+        own[home_of[name]][name] = value
     if memory != "auto":
-        values["memory_bytes"] = parse_bytes(memory)
-    return CacheConfig.load(values), EngineConfig.load(engine_values)
+        own[CacheConfig]["memory_bytes"] = parse_bytes(memory)
+    return CacheConfig.load(own[CacheConfig]), EngineConfig.load(own[EngineConfig]), TierConfig.load(own[TierConfig])
+
+
+def _persistence(persist: bool | str | Path) -> dict[str, str]:
+    """`persist` as TierConfig has it."""
+    if isinstance(persist, bool):
+        return {"persist": "on" if persist else "off"}
+    if isinstance(persist, Path):
+        return {"persist": "on", "disk_directory": str(persist)}
+    return {"persist": persist}
+
+
+def _close(llm: weakref.ref[LLM]) -> None:
+    if (alive := llm()) is not None:
+        alive.close()
 
 
 def _auto_bytes(before: Memory, loaded: LoadedModel, config: EngineConfig) -> int:
