@@ -1,4 +1,6 @@
-"""`ktransformer cache`: a look into a running cache over HTTP: figures, blocks, and why a prompt was missed."""
+"""`ktransformer cache`: a look into a running cache over HTTP (figures, blocks, why a prompt was missed), and into what
+lies on disk (`kept`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ktransformer2.cli import kept
 from ktransformer2.cli.guard import EXIT_USAGE, fail, reported, write
 from ktransformer2.cli.options import JsonFlag, KeyFileOption, UrlOption
 
@@ -21,9 +24,9 @@ _AROUND = 8
 
 @cache.callback()
 def options() -> None:
-    """Look into a running cache.
+    """Look into a running cache, or into what was kept on disk.
 
-    It must be served: `ktransformer2.monitor.serve_metrics(llm.cache, port=8765)`.
+    A running one must be served: `ktransformer2.monitor.serve_metrics(llm.cache, port=8765)`.
     """
 
 
@@ -43,6 +46,8 @@ def stats(url: UrlOption = None, key_file: KeyFileOption = None, as_json: JsonFl
 def ls(
     start: Annotated[int, typer.Option(help="The place of the first block.", min=0)] = 0,
     limit: Annotated[int, typer.Option(help="At most so many.", min=1, max=1000)] = 100,
+    disk: Annotated[bool, typer.Option("--disk", help="What lies on disk instead of a running cache.")] = False,
+    directory: kept.DirectoryOption = None,
     url: UrlOption = None,
     key_file: KeyFileOption = None,
     as_json: JsonFlag = False,
@@ -51,6 +56,9 @@ def ls(
     from ktransformer2.bench.report import table
     from ktransformer2.cli import looking
 
+    if disk:
+        kept.listed(start, limit, directory, as_json)
+        return
     page = looking.client(url, key_file).blocks(start, limit)
     if as_json:
         write(json.dumps(page) + "\n")
@@ -92,6 +100,12 @@ def explain(
         found["before"] = tokenizer.decode(token_ids[max(0, place - _AROUND) : place])
         found["there"] = tokenizer.decode(token_ids[place : place + 1])
     write(json.dumps(found, ensure_ascii=False) + "\n" if as_json else _sentence(found))
+
+
+cache.command()(kept.gc)
+cache.command()(kept.clear)
+cache.command()(kept.export)
+cache.command("import")(kept.import_)
 
 
 def _sentence(found: dict[str, Any]) -> str:

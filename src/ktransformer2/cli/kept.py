@@ -1,0 +1,137 @@
+"""`ktransformer cache gc|clear|export|import` and `ls --disk`: what lies on disk for the next time. Loads no model."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ktransformer2.cli.guard import reported, write
+from ktransformer2.cli.options import JsonFlag
+
+if TYPE_CHECKING:
+    from ktransformer2.tiers.disk_store import DiskLimits
+
+DirectoryOption = Annotated[
+    Path | None,
+    typer.Option(help="Where blocks lie; else the setting `disk_directory`.", file_okay=False, show_default=False),
+]
+
+
+@reported
+def gc(directory: DirectoryOption = None, as_json: JsonFlag = False) -> None:
+    """Give back what nobody can use: older formats, what outlived its time, holes."""
+    from ktransformer2.tiers.disk import DiskTier
+
+    place, limits = _place(directory)
+    freed = 0
+    if place.is_dir():
+        tier = DiskTier(place, limits)
+        freed = tier.gc()
+        tier.close()
+    _say({"freed_bytes": freed, "directory": str(place)}, "Freed {freed} in {directory}.", as_json)
+
+
+@reported
+def clear(directory: DirectoryOption = None, as_json: JsonFlag = False) -> None:
+    """Delete everything that was kept on disk, of every model."""
+    from ktransformer2.tiers.disk import DiskTier
+
+    place, limits = _place(directory)
+    freed = 0
+    if place.is_dir():
+        tier = DiskTier(place, limits)
+        freed = tier.clear()
+        tier.close()
+    _say({"freed_bytes": freed, "directory": str(place)}, "Deleted {freed} in {directory}.", as_json)
+
+
+@reported
+def export(
+    file: Annotated[Path, typer.Argument(help="The safetensors file to write.", dir_okay=False)],
+    directory: DirectoryOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Write what was kept on disk into one file, for another machine."""
+    from ktransformer2.cli.files import check_place
+    from ktransformer2.errors import ConfigError
+    from ktransformer2.tiers.exchange import export_blocks
+
+    check_place(file, "FILE")
+    place, limits = _place(directory)
+    if not place.is_dir():
+        raise ConfigError(f"nothing was kept in {place}")
+    try:
+        done = export_blocks(place, limits, file)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written ({error})") from error
+    found = {"num_blocks": done.num_blocks, "num_bytes": done.num_bytes, "file": str(file)}
+    _say(found, "Wrote {num_blocks:,} blocks, {size}, to {file}.", as_json)
+
+
+@reported
+def import_(
+    file: Annotated[Path, typer.Argument(help="What `cache export` wrote. Its content is trusted.", exists=True)],
+    directory: DirectoryOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Keep the blocks of a file on disk, as if they had been read here."""
+    from ktransformer2.tiers.exchange import import_blocks
+
+    place, limits = _place(directory)
+    done = import_blocks(place, limits, file)
+    found = {"num_blocks": done.num_blocks, "num_bytes": done.num_bytes, "directory": str(place)}
+    _say(found, "Kept {num_blocks:,} blocks, {size}, in {directory}.", as_json)
+
+
+def listed(start: int, limit: int, directory: Path | None, as_json: bool) -> None:
+    """What `cache ls --disk` prints: a line a block, the newest use first; no key, no text."""
+    from ktransformer2.bench.report import table
+    from ktransformer2.tiers.disk import DiskTier
+
+    place, limits = _place(directory)
+    entries = []
+    if place.is_dir():
+        tier = DiskTier(place, limits)
+        entries = tier.entries()
+        tier.close()
+    rows = [
+        {
+            "model": each.fingerprint.hex()[:12],
+            "group": each.key[-1],
+            "tokens": each.num_tokens,
+            "bytes": each.num_bytes,
+            "unused_s": round(each.age_s),
+        }
+        for each in entries[start : start + limit]
+    ]
+    models = Counter(each.fingerprint for each in entries)
+    about = {"directory": str(place), "num_blocks": len(entries), "num_models": len(models), "blocks": rows}
+    if as_json:
+        write(json.dumps(about) + "\n")
+        return
+    more = f"More: --disk --start {start + limit}\n" if start + limit < len(entries) else ""
+    shown = table([{name.replace("_", " "): value for name, value in row.items()} for row in rows])
+    write(f"{shown or 'No block.'}\n{len(entries):,} blocks of {len(models)} models in {place}\n{more}")
+
+
+def _place(directory: Path | None) -> tuple[Path, DiskLimits]:
+    """The directory and its bounds, from the settings in force."""
+    from ktransformer2 import settings
+    from ktransformer2.config import TierConfig
+    from ktransformer2.tiers.opening import disk_directory, disk_limits
+
+    values = settings.resolve().tier_values
+    config = TierConfig.load(values | ({} if directory is None else {"disk_directory": str(directory)}))
+    return disk_directory(config), disk_limits(config)
+
+
+def _say(found: dict[str, object], sentence: str, as_json: bool) -> None:
+    from ktransformer2.config import format_bytes
+
+    sizes = {name: format_bytes(value) for name, value in found.items() if isinstance(value, int)}
+    words = {"freed": sizes.get("freed_bytes", ""), "size": sizes.get("num_bytes", "")}
+    write(json.dumps(found) + "\n" if as_json else sentence.format(**found, **words) + "\n")
