@@ -57,6 +57,7 @@ class ValkeyTier:
         self._lifetimes = Lifetimes(address.ttl_s)
         self._filter = SharedFilter()
         self._groups_held = [0] * len(lineage.payload_bytes)  # blocks that the last scan found
+        self._scanning = threading.Lock()  # one scan at a time: the filter's thread, `refresh` and `clear`
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -261,14 +262,15 @@ class ValkeyTier:
 
     def refresh(self) -> bool:
         """Look at all names of this lineage and make the filter anew. False: that broke off, and the old one stays."""
-        self._filter.begin_scan()
-        found = self._scan()
-        self._tally.count(filter_missed=self._filter.end_scan(found))
-        if found is None:
-            return False
-        groups = [key[-1] for key in found]
-        self._groups_held = [groups.count(group) for group in range(len(self._lineage.payload_bytes))]
-        return True
+        with self._scanning:
+            self._filter.begin_scan()
+            found = self._scan()
+            self._tally.count(filter_missed=self._filter.end_scan(found))
+            if found is None:
+                return False
+            groups = [key[-1] for key in found]
+            self._groups_held = [groups.count(group) for group in range(len(self._lineage.payload_bytes))]
+            return True
 
     def _scan(self) -> set[bytes] | None:
         found: set[bytes] = set()
@@ -327,15 +329,16 @@ class ValkeyTier:
 
     def clear(self) -> int:
         """All lineages of this deployment, and nothing else that lies there."""
-        freed = 0
-        self._lifetimes.forget()
-        for page in self._client.scan(self._deployment.all_names):
-            if page is None:
-                return freed
-            freed += self._remove(page)[1]
-        self._filter.begin_scan()
-        self._filter.end_scan(())
-        self._groups_held = [0] * len(self._groups_held)
+        freed, is_whole = 0, True
+        with self._scanning:
+            self._lifetimes.forget()
+            self._filter.begin_scan()
+            for page in self._client.scan(self._deployment.all_names):
+                is_whole = page is not None
+                freed += self._remove(page or ())[1]
+            self._filter.end_scan(() if is_whole else None)
+            if is_whole:
+                self._groups_held = [0] * len(self._groups_held)
         return freed
 
     def stats(self) -> TierStats:
