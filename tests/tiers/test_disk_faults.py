@@ -412,7 +412,7 @@ def test_threads_of_one_process_share_a_tier(tier: DiskTier) -> None:
 # Killed
 
 
-def test_a_hundred_killed_writers_leave_no_wrong_byte(tmp_path: Path) -> None:
+def test_a_hundred_killed_writers_leave_no_wrong_byte(tmp_path: Path, open_tier: Opener) -> None:
     writers = subprocess.Popen(
         [sys.executable, "-m", "tests.tiers.killed_writers", str(tmp_path / "cache")],
         cwd=REPOSITORY,
@@ -424,14 +424,21 @@ def test_a_hundred_killed_writers_leave_no_wrong_byte(tmp_path: Path) -> None:
     assert writers.stdin is not None
     assert writers.stdout is not None
     chance, found = random.Random(3), 0
+    witness = open_tier(tmp_path / "cache", killed_writers.LIMITS, MODEL)  # works on beside them
     with writers:
         for round_ in range(100):
             writers.stdin.write(f"{round_} {chance.uniform(0.0, 0.03)}\n")
             writers.stdin.flush()
+            witness.put(chain(f"{round_ % killed_writers.NUM_TEXTS}.", 2))
+            beside = [block.key for block in chain(f"{round_ % 7}.", 3)]
+            payloads = witness.get(beside)
+            assert payloads == [payload_of(key) for key in beside[: len(payloads)]]
             assert writers.stdout.readline() == f"killed by {int(signal.SIGKILL)}\n"
             found += check_after_a_kill(tmp_path / "cache")
         writers.stdin.close()
     assert found > 1000
+    assert witness.stats().stored_blocks > 0
+    assert witness.stats().failures.keys() <= {"checksum", "gone"}  # gone: a segment was removed while it was read
 
 
 def check_after_a_kill(directory: Path) -> int:
