@@ -222,6 +222,13 @@ class CacheConfig(_Checked):
         cost="larger: more reuse; such blocks leave anyway when room is needed",
         chosen_by=_CONVENTION,
     )
+    pinned_share_ratio: float = knob(
+        0.25,
+        "share of the limit that pinned blocks may hold",
+        unit="ratio",
+        cost="larger: more stays whatever comes; what is pinned is no room for anything else",
+        chosen_by=_CONVENTION,
+    )
     replacement: str = knob(
         "lru",
         "which block without a user leaves first: lru, lfu, s3fifo, arc, hazard, adaptive",
@@ -257,6 +264,7 @@ class CacheConfig(_Checked):
         self._require_between(
             0, 1, "low_free_ratio", "shrink_threshold_ratio", "max_fragmentation_ratio", "cached_share_ratio"
         )
+        self._require_between(0, 1, "pinned_share_ratio")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ktransformer2.cache.block import BLOCK, RELEASED, BlockTable, next_key, root_key, token_bytes
+from ktransformer2.cache.block import BLOCK, RELEASED, Block, BlockTable, next_key, root_key, token_bytes
 from ktransformer2.cache.explain import Explanation, Lookup, explain
 from ktransformer2.cache.residency import Residency
 from ktransformer2.cache.sizing import sealed_form
@@ -68,7 +68,7 @@ class Prefixes:
     def match(self, token_ids: Sequence[int], salt: bytes, chain: list[bytes]) -> PrefixMatch:
         """As `KVCache.match`. Side effect: `chain` is filled as far as was needed."""
         data, size = token_bytes(token_ids[:-1]), self._block_tokens
-        seen = self._seen_keys(data, salt, chain)
+        seen = self.seen_keys(data, salt, chain)
         complete = self._longest_complete(seen)
         keys, left = seen[:complete], tuple(seen[complete:])
         rest = data[4 * size * len(keys) :]
@@ -95,7 +95,19 @@ class Prefixes:
         others = [other for other in self._roots if other != root] if across_salts else []
         return explain(self._residency, lookup, others, now)
 
-    def _seen_keys(self, data: bytes, salt: bytes, chain: list[bytes]) -> list[bytes]:
+    def held(self, token_ids: Sequence[int], salt: bytes) -> tuple[list[Block], int]:
+        """The whole blocks of the longest prefix that is held, in all groups as far as a query behind it sees, head
+        first; and how many tokens that prefix has.
+        """
+        keys = self.seen_keys(token_bytes(token_ids), salt, [])
+        length = self._longest_complete(keys)
+        blocks: list[Block] = []
+        for g, index in enumerate(self._residency.indexes):
+            found = (index.get(key) for key in keys[self._first_visible(g, length) : length])
+            blocks += [block for block in found if block is not None]
+        return blocks, length * self._block_tokens
+
+    def seen_keys(self, data: bytes, salt: bytes, chain: list[bytes]) -> list[bytes]:
         """The hashes of the leading whole blocks that the cache held at any time. Side effect: `chain` grows."""
         step, seen = 4 * self._block_tokens, 0
         for at in range(0, len(data) - step + 1, step):

@@ -47,6 +47,7 @@ _COUNTERS = {
 _GAUGES = {
     "limit_bytes": "Hard limit over everything that the cache counts.",
     "held_bytes": "What counts against the limit now.",
+    "pinned_bytes": "Bytes of blocks that are pinned.",
     "peak_bytes": "The most that ever counted against the limit.",
     "fragmentation_ratio": "1 - longest stretch of unused extents / all unused ones, of the worst pool.",
 }
