@@ -97,9 +97,10 @@ def _fenced(code: str) -> str:
 
 def _settings(config: type[Any]) -> str:
     """Every knob as a row."""
-    lines = [f"{inspect.getdoc(config)}\n", "| name | default | unit | effect | cost |", "|---|---|---|---|---|"]
+    lines = [f"{inspect.getdoc(config)}\n", "| name | default | unit | effect | cost | what chose the default |"]
+    lines.append("|---|---|---|---|---|---|")
     for field in dataclasses.fields(config):
         about = field.metadata
-        words = (about["effect"], about.get("cost", ""))
-        lines.append(f"| `{field.name}` | `{field.default!r}` | {about.get('unit', '')} | {words[0]} | {words[1]} |")
+        words = " | ".join((about["effect"], about.get("cost", ""), about["chosen_by"]))
+        lines.append(f"| `{field.name}` | `{field.default!r}` | {about.get('unit', '')} | {words} |")
     return "\n".join(lines) + "\n"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -228,12 +231,34 @@ def test_every_knob_says_what_it_does_and_what_chose_its_default() -> None:
         assert each.about["chosen_by"], each.name
 
 
+# What may stand for a default that no bench row chose.
+_WITHOUT_A_ROW = ("no default", "convention", "off unless asked for", "a limit, for safety", "half the bytes")
+
+
+def test_every_default_has_a_row_that_chose_it_or_says_that_it_has_none(repository: Path) -> None:
+    results = [json.loads(path.read_text()) for path in (repository / "benchmarks" / "results").glob("*.json")]
+    rows = {row["knob"]: row for result in results for row in result.get("rows", ()) if is_of_a_default(row)}
+    for each in settings.knobs().values():
+        chosen_by = each.about["chosen_by"]
+        named = re.search(r"bench memory --part knobs: (\w+)", chosen_by)
+        if named is None:
+            assert chosen_by.startswith(_WITHOUT_A_ROW), f"{each.name}: {chosen_by}"
+            continue
+        assert named[1] == each.name
+        row = rows[each.name]
+        assert row["value"] == each.default, f"{each.name} has another default than was measured: run the bench again"
+        assert ("beaten" in row["against_default"]) == ("beaten" in chosen_by), (row, chosen_by)
+        assert ("does not tell" in row["against_default"]) == ("alike" in chosen_by), (row, chosen_by)
+
+
+def is_of_a_default(row: dict[str, Any]) -> bool:
+    return "knob" in row and str(row["against_default"]).startswith("DEFAULT")
+
+
 def test_a_bench_key_that_a_knob_names_has_a_target() -> None:
     from ktransformer2.bench.targets import TARGETS
 
     keys = {(target.bench, target.key) for target in TARGETS}
     for each in settings.knobs().values():
-        _, found, row = each.about["chosen_by"].partition("bench ")
-        if found:
-            bench, _, names = row.partition(": ")
-            assert {(bench, name.strip()) for name in names.split(",")} <= keys, each.about["chosen_by"]
+        for bench, names in re.findall(r"held by bench (\w+): ([\w, ]+)", each.about["chosen_by"]):
+            assert {(bench, name) for name in names.split(", ")} <= keys, each.about["chosen_by"]

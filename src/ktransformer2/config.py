@@ -1,7 +1,9 @@
 """Every knob, with its effect, unit, default and cost. Frozen and checked at load. Knows no other room.
 
 A knob that has another name in the design it came from keeps that name in its metadata (`seed`). `chosen_by` says what
-chose the default; "held by" names the key of a bench that would show it broken, which is less than having chosen it.
+chose the default: a row of a bench that compares it with other values (`bench memory --part knobs`, whose last run is
+benchmarks/results/knobs.json), or why there is none. "alike": the row does not tell the values apart. "held by" names
+the key of a bench that would show the default broken, which is less than having chosen it.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ _MAX_RATIO = 1000.0
 WRITE_POLICIES = ("write_through_selective", "write_through", "write_back")
 REPLACEMENTS = ("lru", "lfu", "s3fifo", "arc", "hazard", "adaptive")
 # What chose a default, where no measurement did.
-_CONVENTION, _OFF = "convention", "off unless asked for"
+_CONVENTION, _OFF, _LIMIT = "convention", "off unless asked for", "a limit, for safety"
 _FIRST_DESIGN = "the design this project began with"
+_ROW = "bench memory --part knobs: "
 
 
 def parse_bytes(size: str | int) -> int:
@@ -154,38 +157,42 @@ class CacheConfig(_Checked):
         "tokens of one block: the unit of sharing, sealing and moving",
         unit="tokens",
         cost="larger: more waste in the last block; smaller: more table entries",
-        chosen_by="arithmetic (half of a last block is 2 % of a chat); held by bench memory: waste_tokens",
+        chosen_by=f"{_ROW}block_tokens",
     )
     initial_headroom_ratio: float = knob(
         1.2,
         "committed memory at the first growth, relative to what is asked",
         unit="ratio",
         seed="GROWTH_FACTOR 1.2x",
-        chosen_by=f"{_FIRST_DESIGN}; held by bench memory: waste_bytes",
+        chosen_by=f"{_FIRST_DESIGN}; alike in {_ROW}initial_headroom_ratio",
     )
     low_free_ratio: float = knob(
         0.20,
         "growth is due when less than this share of a chunk is free",
         unit="ratio",
         seed="20 %",
-        chosen_by=f"{_FIRST_DESIGN}; held by bench memory: growth_per_1k_tokens",
+        chosen_by=f"{_ROW}low_free_ratio",
     )
     growth_factor: float = knob(
         1.5,
         "each growth in a row is larger by this factor, within its bound",
         unit="ratio",
         seed="GROWTH_FACTOR",
-        chosen_by=f"{_CONVENTION}; held by bench memory: growth_per_1k_tokens",
+        chosen_by=f"{_CONVENTION}; alike in {_ROW}growth_factor",
     )
     shrink_threshold_ratio: float = knob(
         0.5,
         "a shrink is due when less than this share of the newest chunks is used",
         unit="ratio",
         seed="SHRINK_THRESHOLD",
-        chosen_by=f"{_FIRST_DESIGN}; held by bench memory: waste_bytes",
+        chosen_by=f"{_ROW}shrink_threshold_ratio",
     )
     shrink_check_tokens: int = knob(
-        100, "tokens between two shrink checks", unit="tokens", seed="each 100 tokens", chosen_by=_FIRST_DESIGN
+        100,
+        "tokens between two shrink checks",
+        unit="tokens",
+        seed="each 100 tokens",
+        chosen_by=f"{_ROW}shrink_check_tokens",
     )
     min_chunk_tokens: int = knob(
         256,
@@ -193,21 +200,21 @@ class CacheConfig(_Checked):
         unit="tokens",
         seed="MIN_CHUNK_SIZE",
         cost="larger: fewer steps, more waste",
-        chosen_by=f"{_FIRST_DESIGN}; held by bench memory: growth_per_1k_tokens",
+        chosen_by=f"{_ROW}min_chunk_tokens",
     )
     defrag_interval_requests: int = knob(
         1000,
         "defragment at the latest after this many finished requests",
         unit="requests",
         seed="DEFRAG_INTERVAL",
-        chosen_by=_FIRST_DESIGN,
+        chosen_by=f"{_FIRST_DESIGN}; alike in {_ROW}defrag_interval_requests",
     )
     max_fragmentation_ratio: float = knob(
         0.30,
         "defragment when 1 - largest free run / free passes this",
         unit="ratio",
         seed="fragmentation 30 %",
-        chosen_by=_FIRST_DESIGN,
+        chosen_by=f"{_ROW}max_fragmentation_ratio",
     )
     maintain_bytes: int = knob(
         8 * 2**20,
@@ -221,6 +228,13 @@ class CacheConfig(_Checked):
         "share of the limit that blocks without a user may keep",
         unit="ratio",
         cost="larger: more reuse; such blocks leave anyway when room is needed",
+        chosen_by=f"{_ROW}cached_share_ratio",
+    )
+    pinned_share_ratio: float = knob(
+        0.25,
+        "share of the limit that pinned blocks may hold",
+        unit="ratio",
+        cost="larger: more stays whatever comes; what is pinned is no room for anything else",
         chosen_by=_CONVENTION,
     )
     replacement: str = knob(
@@ -258,6 +272,7 @@ class CacheConfig(_Checked):
         self._require_between(
             0, 1, "low_free_ratio", "shrink_threshold_ratio", "max_fragmentation_ratio", "cached_share_ratio"
         )
+        self._require_between(0, 1, "pinned_share_ratio")
 
 
 @dataclass(frozen=True)
@@ -279,7 +294,7 @@ class EngineConfig(_Checked):
         chosen_by=_CONVENTION,
     )
     max_queued_requests: int = knob(
-        1024, "requests that may wait; one more is refused", unit="requests", chosen_by=_CONVENTION
+        1024, "requests that may wait; one more is refused", unit="requests", chosen_by=_LIMIT
     )
     max_new_tokens: int = knob(256, "answer length when a request names none", unit="tokens", chosen_by=_CONVENTION)
 

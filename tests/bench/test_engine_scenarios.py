@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from ktransformer2.bench import decode, fidelity, footprint, step_times, throughput
-from ktransformer2.bench.outcome import BenchOptions
+from ktransformer2.bench.greedy_modes import Answer, GreedyModes
+from ktransformer2.bench.outcome import BenchOptions, Outcome
+from ktransformer2.bench.run import main
 from ktransformer2.bench.targets import targets_of
 from ktransformer2.bench.traces import TraceRequest
 from ktransformer2.errors import ConfigError
@@ -52,10 +56,17 @@ def test_requests_are_drawn_by_seed_and_fit_a_static_cache() -> None:
     assert max(request.total_tokens for request in drawn) <= 8192
 
 
+def _parts(outcome: Outcome) -> list[object]:
+    return list(dict.fromkeys(row["part"] for row in outcome.rows))
+
+
 def test_decode_measures_all_its_keys(saved: str) -> None:
     outcome = decode.run(BenchOptions(quick=True, dtype="fp32", model=saved, max_tokens=200))
     assert set(outcome.summary) == set(targets_of("decode"))
-    assert [row["contender"] for row in outcome.rows] == ["ours", "static", "masked", "stock"]
+    by_part = {part: [row["contender"] for row in outcome.rows if row["part"] == part] for part in _parts(outcome)}
+    assert list(by_part.values()) == [["ours", "stock", "static"], ["ours", "static", "masked", "stock"]]
+    alone = decode.run(BenchOptions(quick=True, dtype="fp32", model=saved, max_tokens=200, parts=("first",)))
+    assert set(alone.summary) == {"ttft_vs_hf_8k"}
     # 233 tokens: 3 sealed blocks, a filling block as computed, and tables, over 233 tokens of 1,024 bytes in fp16
     assert 0.5 < outcome.summary["kv_bytes_vs_fp16"] < 1.5
 
@@ -67,6 +78,30 @@ def test_fidelity_finds_no_mismatch_in_fp32(saved: str) -> None:
     assert outcome.summary["mismatch_fp32"] == 0
     answers = [row for row in outcome.rows if "answers" in row]
     assert sum(int(str(row["answers"])) for row in answers) >= 4 * 4
+
+
+def test_fidelity_goes_on_where_it_stopped(saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resume = str(tmp_path / "fidelity")
+    options = BenchOptions(dtype="fp32", model=saved, num_prompts=3, max_tokens=40, parts=("greedy",), resume=resume)
+    one = GreedyModes.alone_and_warm
+    read: list[int] = []
+
+    def interrupted(modes: GreedyModes, prompt: Sequence[int]) -> list[Answer]:
+        read.append(len(prompt))
+        if len(read) == 2:
+            raise KeyboardInterrupt
+        return one(modes, prompt)
+
+    monkeypatch.setattr(GreedyModes, "alone_and_warm", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fidelity.run(options)
+    found = fidelity.run(options)
+    assert len(read) == 4, "the first prompt was read again"
+    again = fidelity.run(options)
+    assert len(read) == 4, "a finished run reads nothing"
+    assert again.rows == found.rows == fidelity.run(dataclasses.replace(options, resume=None)).rows
+    with pytest.raises(ConfigError, match="bench plan cannot go on where it stopped"):
+        main("plan", options=BenchOptions(resume=resume))
 
 
 def test_fidelity_judges_bf16_by_the_fp32_margin(saved: str) -> None:

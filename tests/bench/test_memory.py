@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from ktransformer2.bench import memory
-from ktransformer2.bench.memory import thinned
 from ktransformer2.bench.outcome import BenchOptions
 from ktransformer2.bench.replay import STEP_S, TraceReplay
 from ktransformer2.bench.run import EXIT_BROKEN_TARGET, main
 from ktransformer2.bench.targets import targets_of
-from ktransformer2.bench.traces import TraceRequest
+from ktransformer2.bench.traces import TraceRequest, thinned
 from ktransformer2.config import CacheConfig
 from ktransformer2.errors import ConfigError
 
@@ -33,6 +32,9 @@ def test_one_request_is_held_as_counted_by_hand() -> None:
     assert figures.held.filled == pytest.approx(filled * 4 * STEP_S)
     assert figures.held.static == pytest.approx(2 * 8192 * TOKEN_BF16 * 4 * STEP_S)
     assert 0 < figures.waste_bytes < 1
+    assert figures.held.seconds == pytest.approx(2 * 4 * STEP_S)
+    assert figures.moved_per_token == 0
+    assert figures.calls_per_1k_tokens >= figures.growth_per_1k_tokens > 0
     assert figures.tokens_copied_by_growth == 0
 
 
@@ -81,5 +83,5 @@ def test_a_part_alone_says_what_it_says_among_all() -> None:
 def test_a_part_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"bench memory has no part 'trace'; it has: traces, million"):
         main("memory", options=BenchOptions(parts=("trace",)))
-    with pytest.raises(ConfigError, match=r"bench decode has no part 'x'; it has: one only"):
-        main("decode", options=BenchOptions(parts=("x",)))
+    with pytest.raises(ConfigError, match=r"bench attention has no part 'x'; it has: one only"):
+        main("attention", options=BenchOptions(parts=("x",)))

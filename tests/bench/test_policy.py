@@ -23,6 +23,7 @@ from ktransformer2.bench.targets import targets_of
 from ktransformer2.cache.kv_cache import KVCache
 from ktransformer2.cache.replacement import POLICIES, make_policy
 from ktransformer2.cache.replacement.bands import Bands
+from ktransformer2.cache.replacement.policy import Clock
 from ktransformer2.config import CacheConfig
 from ktransformer2.errors import ConfigError
 from ktransformer2.layout import Form, LayerGroup, ModelGeometry, RopeSpec
@@ -105,25 +106,60 @@ def hits_inside(cache: KVCache, request: BlockRequest) -> int:
     return match.num_tokens // _TOKENS
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_has_the_same_hits_inside_the_cache(name: str) -> None:
-    capacity = 120
-    trace = read_block_trace(block_trace_path(policy.CHAT)).requests[:400]
-    requests = [BlockRequest(r.at_s, r.ids[:60]) for r in trace]
-    now = 0.0
+def cache_of(capacity: int, name: str, clock: Clock) -> KVCache:
+    """A cache that holds exactly `capacity` blocks; no memory is touched, since nothing is computed."""
     geometry = ModelGeometry((_GROUP,), Form.FP32, 4096, (RopeSpec(tuple([0.1] * 32)),))
     extent = 2 * 8 * _TOKENS * 8 * 64 * 4
     limit = capacity * extent + extent * 9 // 10  # tables fit in what is left, one more extent does not
     settings = CacheConfig(
         memory_bytes=limit, block_tokens=_TOKENS, kv="full", cached_share_ratio=1.0, cached_idle_s=1e6, replacement=name
     )
-    cache = KVCache(geometry, settings, b"trace", lambda: now)
+    return KVCache(geometry, settings, b"trace", clock)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_has_the_same_hits_inside_the_cache(name: str) -> None:
+    capacity = 120
+    trace = read_block_trace(block_trace_path(policy.CHAT)).requests[:400]
+    requests = [BlockRequest(r.at_s, r.ids[:60]) for r in trace]
+    now = 0.0
+    cache = cache_of(capacity, name, lambda: now)
     simulated = replay(requests, maker(name), capacity).hits
     for request, hits in zip(requests, simulated, strict=True):
         now = request.at_s
         assert hits_inside(cache, request) == hits
     assert 0 < sum(simulated) < ceiling(requests)
     assert cache.stats().num_blocks == capacity
+    cache.check_integrity()
+    cache.close()
+
+
+def test_a_scan_inside_the_cache_does_not_evict_what_is_used_again() -> None:
+    """As below and in `bench policy`, through the cache itself: 10,000 blocks read once, a prefix every 50 requests."""
+    now, kept = 0.0, []
+    cache = cache_of(500, "adaptive", lambda: now)
+    for number, request in enumerate(scan_requests(10_000, every=50)):  # 490 blocks between two readings, and 20
+        now = request.at_s
+        hits = hits_inside(cache, request)
+        if number % 50 == 0:
+            kept.append(hits)
+    assert kept[10:] == [20] * (len(kept) - 10)
+    cache.check_integrity()
+    cache.close()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_is_pinned_inside_the_cache_survives_a_scan(name: str) -> None:
+    now = 0.0
+    cache = cache_of(100, name, lambda: now)
+    prefix, *scan = scan_requests(2_000)
+    hits_inside(cache, prefix)
+    assert cache.advice.pin(tokens_of(prefix)) is not None
+    for request in scan[:-1]:
+        now = request.at_s
+        if request.ids != prefix.ids:
+            hits_inside(cache, request)
+    assert hits_inside(cache, prefix) == 20
     cache.check_integrity()
     cache.close()
 
@@ -220,6 +256,21 @@ def test_an_own_trace_is_replayed_with_every_policy(tmp_path: Path) -> None:
     outcome = policy.run(BenchOptions(quick=True, trace=str(path)))
     assert [row["policy"] for row in outcome.rows] == [*POLICIES, *POLICIES]
     assert outcome.summary == {}
+
+
+def test_a_part_alone_gives_its_own_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those over all traces are left out; the agents' and the scan's parts have none of their own."""
+    few = read_block_trace(block_trace_path(policy.CHAT))
+    few = dataclasses.replace(few, requests=few.requests[:200])
+    monkeypatch.setattr(policy, "read_block_trace", lambda path: few)
+    outcome = policy.run(BenchOptions(quick=True, parts=("chat",)))
+    assert set(outcome.summary) == {"gap_closed_chat_2pct", "gap_closed_chat_10pct", "us_per_touch"}
+    assert [row["policy"] for row in outcome.rows] == ["lru", "arc", "adaptive"] * 2
+    hinted = policy.run(BenchOptions(quick=True, parts=("hints",)))
+    assert set(hinted.summary) == {"gap_closed_hints_2pct", "gap_closed_hints_10pct", "normalised_hints_10pct"}
+    both = set(outcome.summary) | set(hinted.summary)
+    rest = {"gap_closed_chat_5pct", "worst_below_best", "mean_below_best"}  # a full run's, and those over all traces
+    assert set(targets_of("policy")) == both | rest
 
 
 def test_every_figure_has_a_target() -> None:

@@ -57,3 +57,14 @@ def test_every_way_to_decode_gives_the_same_tokens(model: LlamaForCausalLM, way:
     first, second = decoder.decode(3), decoder.decode(3)
     assert len(first) == len(second) == 3
     assert tuple(decoder.token_ids[len(PROMPT) :])[:7] == expected[:7]
+
+
+@pytest.mark.parametrize("way", ["static", "masked", "stock"])
+def test_rows_that_another_has_read_give_the_same_tokens(model: LlamaForCausalLM, way: str) -> None:
+    reader, decoder = HFDecoder(model, "stock", 0), HFDecoder(model, way, max_cache_tokens=64)
+    reader.prefill(PROMPT)
+    decoder.adopt(reader)
+    decoder.decode(4)
+    reader.decode(4)  # its rows are its own: what the other appended is not there
+    num_known = len(PROMPT) + 5  # stock chooses one more, which it does not time
+    assert decoder.token_ids[:num_known] == reader.token_ids[:num_known]

@@ -66,6 +66,17 @@ def test_a_second_use_is_what_makes_a_block_worth_writing(tier: MemoryTier) -> N
     assert tier.transfers == [("put", list(tier.blocks))], "one transfer"
 
 
+def test_a_pin_is_written_too(tier: MemoryTier) -> None:
+    cache = cache_over(tier)
+    table = start(cache, TEXT)
+    assert table is not None
+    pin = cache.advice.pin(TEXT[:64])
+    assert pin is not None
+    write(cache)
+    assert (pin.num_tokens, len(tier.blocks)) == (64, 4)
+    assert parents_first(tier)
+
+
 def test_write_through_writes_what_is_full(tier: MemoryTier) -> None:
     cache = cache_over(tier, write_policy="write_through")
     table = start(cache, TEXT)

@@ -6,9 +6,20 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
 
+from ktransformer2.cache.advice import Pin
 from ktransformer2.cache.block import BlockTable
+from ktransformer2.cache.replacement import POLICIES
 from ktransformer2.errors import ConfigError
 from tests.cache.factories import FULL_GROUP, WINDOW_GROUP, Clock, append, expected_rows, make_cache, read_rows, start
 
@@ -40,13 +51,21 @@ class CacheMachine(RuleBasedStateMachine):
         hybrid=st.booleans(),
         rollback=st.sampled_from([0, 5, 40]),
         kilobytes=st.sampled_from([300, 1000, 100_000]),
+        policy=st.sampled_from(POLICIES),
     )
-    def open_cache(self, kv: str, hybrid: bool, rollback: int, kilobytes: int) -> None:
+    def open_cache(self, kv: str, hybrid: bool, rollback: int, kilobytes: int, policy: str) -> None:
         groups = (FULL_GROUP, WINDOW_GROUP) if hybrid else (FULL_GROUP,)
         self.groups, self.clock, self.limit = groups, Clock(), kilobytes * 1000
         self.cache = make_cache(
-            *groups, clock=self.clock, kv=kv, max_rollback_tokens=rollback, memory_bytes=self.limit, min_chunk_tokens=16
+            *groups,
+            clock=self.clock,
+            kv=kv,
+            max_rollback_tokens=rollback,
+            memory_bytes=self.limit,
+            min_chunk_tokens=16,
+            replacement=policy,
         )
+        self.pins: list[tuple[list[int], Pin]] = []
         self.reach, self.exact_rows = rollback, kv == "full"
         self.published: list[list[int]] = []
 
@@ -136,6 +155,29 @@ class CacheMachine(RuleBasedStateMachine):
         self.clock.now += seconds
         self.cache.maintain(finished)
 
+    @rule(tokens=PROMPTS)
+    def pin(self, tokens: list[int]) -> None:
+        pin = self.cache.advice.pin(tokens)
+        if pin is not None:
+            self.pins.append((tokens[: pin.num_tokens], pin))
+
+    @precondition(lambda self: self.pins)
+    @rule(which=st.integers(0, 99))
+    def unpin(self, which: int) -> None:
+        self.cache.advice.unpin(self.pins.pop(which % len(self.pins))[1])
+
+    @rule(tokens=PROMPTS, said=st.sampled_from(["ended", "superseded", "waiting", "live", "low", "high"]))
+    def say(self, tokens: list[int], said: str) -> None:
+        advice = self.cache.advice
+        if said == "ended":
+            advice.ended(tokens)
+        elif said == "superseded":
+            advice.superseded(tokens, len(tokens) // 2)
+        elif said in ("waiting", "live"):
+            getattr(advice, said)(tokens, 20.0)
+        else:
+            advice.prioritise(tokens, 1 if said == "high" else -1)
+
     @rule()
     def defragment(self) -> None:
         self.cache.defragment()
@@ -152,6 +194,9 @@ class CacheMachine(RuleBasedStateMachine):
     def everything_holds(self) -> None:
         self.cache.check_integrity()
         assert self.cache.stats().peak_bytes <= self.limit
+        assert self.cache.stats().pinned_bytes <= self.limit * self.cache.config.pinned_share_ratio
+        for tokens, pin in self.pins:
+            assert self.cache.match([*tokens, -1]).num_tokens == pin.num_tokens
         for twin in self.alive:
             assert list(twin.table.tokens) == twin.tokens
             for g, group in enumerate(self.groups):
@@ -166,6 +211,8 @@ class CacheMachine(RuleBasedStateMachine):
             return  # `open_cache` itself failed
         for twin in self.alive:
             self.cache.release(twin.table)
+        for _, pin in self.pins:
+            self.cache.advice.unpin(pin)
         self.cache.clear()
         stats = self.cache.stats()
         assert (stats.num_blocks, stats.used_bytes, stats.cached_bytes) == (0, 0, 0)

@@ -22,7 +22,7 @@ from ktransformer2.integrations.transformers_cache import DynamicKVCache
 from ktransformer2.layout import LayerGroup
 from ktransformer2.models.hf import HFModel, cache_keyword
 from ktransformer2.models.probe import text_config
-from ktransformer2.models.registry import quiet_transformers
+from ktransformer2.models.registry import ATTENTION_NAME, quiet_transformers
 from ktransformer2.models.tiny import build_random, causal_architectures, tiny_config
 from tests.integrations.answers import Inputs, assert_same, draw, generated
 
@@ -117,3 +117,11 @@ def test_every_architecture_is_served_or_refused(model_type: str) -> None:
     found = outcome(model_type)
     if transformers.__version__ in PAGE.read_text().partition("\n## ")[0]:
         assert (found == "served") == (model_type in served_by_the_engine()), found
+
+
+def test_a_model_that_puts_its_cache_aside_is_told_what_to_do() -> None:
+    model = built("phi3")  # where a text passes 64 tokens
+    with quiet_transformers():
+        model.set_attn_implementation(ATTENTION_NAME)
+    with pytest.raises(UnsupportedModelError, match="Phi-3 and its kin put a cache aside"):
+        generated(model, draw(1, 60), cache_of(model.config), max_new_tokens=8, min_new_tokens=8)

@@ -274,7 +274,7 @@ def test_a_batch_that_contradicts_itself_is_refused() -> None:
         cpu.seal(k, v, replace(good, seals=torch.tensor([[0, 0]], dtype=torch.int32)), 0)
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the extension is not built for this system's OpenMP")
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system has no /proc/self/maps")
 def test_one_openmp_runtime_in_the_process() -> None:
     """In a process of its own: other packages may bring a runtime of theirs into this one."""
     done = subprocess.run([sys.executable, "-c", _RUNTIMES], check=True, capture_output=True, text=True)

@@ -1,14 +1,13 @@
 """Decoding behind a long prompt on one model: the engine with its shipped defaults beside transformers and its caches.
 
-The time to the first token is taken from prefills of an empty cache. Ratios are the rival's time over ours: above 1 we
-are faster.
+Two parts: `first`, the time to the first token from an empty cache, and `decode`. Ratios are the rival's time over
+ours: above 1 we are faster.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from statistics import median
 
 from ktransformer2.bench.contest import (
     BEST_WAYS,
@@ -24,16 +23,19 @@ from ktransformer2.bench.contest import (
 )
 from ktransformer2.bench.corpus import text_of
 from ktransformer2.bench.outcome import BenchOptions, Outcome, say
-from ktransformer2.bench.rounds import ratio
+from ktransformer2.bench.rounds import ratio, spread
 from ktransformer2.bench.subject import load_subject
 from ktransformer2.engine.llm import LLM
 from ktransformer2.engine.outputs import StreamChunk
 from ktransformer2.engine.sampling import SamplingParams
 from ktransformer2.models.loading import LoadedModel
 
+PARTS = ("first", "decode")
 FULL_TOKENS, QUICK_TOKENS = 8_000, 500
 FULL_ROUNDS, QUICK_ROUNDS = 12, 3
 _PREFILLS = 3
+Row = dict[str, object]
+Result = tuple[list[Row], dict[str, float]]
 
 
 class _Ours:
@@ -72,37 +74,21 @@ class _Ours:
 
 
 def run(options: BenchOptions) -> Outcome:
-    """Decode, time to first token, and bytes held, against transformers."""
+    """The parts that are asked for, against transformers."""
     dtype = options.dtype or "bf16"
-    rounds = QUICK_ROUNDS if options.quick else FULL_ROUNDS
     loaded = load_subject(options, dtype)
     prompt = long_prompt(loaded, options)
+    rows: list[Row] = []
+    summary: dict[str, float] = {}
     with LLM(loaded) as llm:
-        ours = _Ours(llm)
-        first = _first_tokens(ours, loaded, prompt, 1 if options.quick else _PREFILLS)
-        others, seconds_to_first = rivals(loaded, prompt, rounds)
-        for way, value in seconds_to_first.items():
-            first[way].append(value)
-        ours.prefill(prompt, rounds * TOKENS_PER_ROUND + 16)
-        seconds = decode_rounds({"ours": ours, **others}, rounds)
-        num_tokens = len(prompt) + 1 + (rounds + 1) * TOKENS_PER_ROUND
-        bytes_share = kv_share(llm.cache.stats(), loaded.model.geometry, num_tokens)
-        ours.finish()
+        for name, part in (("first", _first), ("decode", _decode)):
+            if options.wants(name):
+                more_rows, more = part(_Ours(llm), loaded, prompt, options)
+                rows += more_rows
+                summary |= more
         config = {"cache": llm.cache.config.kv, "memory_bytes": llm.cache.config.memory_bytes}
-    best, best_first = faster_of(BEST_WAYS, seconds), faster_of(WAYS, first)
-    summary = {
-        "decode_vs_hf_best_8k": ratio(seconds[best], seconds["ours"]).median,
-        "decode_vs_hf_stock_8k": ratio(seconds["stock"], seconds["ours"]).median,
-        "ttft_vs_hf_8k": median(first[best_first]) / median(first["ours"]),
-        "kv_bytes_vs_fp16": bytes_share,
-    }
-    rows = [
-        row_of(name, "ours", len(prompt), seconds)
-        | {"first_token_s": median(first[name]), "prefills": len(first[name])}
-        for name in ("ours", *WAYS)
-    ]
-    scenario = {"dtype": dtype, "model": loaded.source, "prompt_tokens": len(prompt), "rounds": rounds, **config}
-    return Outcome(rows, summary, scenario | {"best_way": best, "best_first_way": best_first})
+    scenario = {"dtype": dtype, "model": loaded.source, "prompt_tokens": len(prompt), **config}
+    return Outcome(rows, summary, scenario)
 
 
 def long_prompt(loaded: LoadedModel, options: BenchOptions) -> list[int]:
@@ -113,12 +99,36 @@ def long_prompt(loaded: LoadedModel, options: BenchOptions) -> list[int]:
     return prompt
 
 
-def _first_tokens(ours: _Ours, loaded: LoadedModel, prompt: Sequence[int], repeats: int) -> Seconds:
-    """Seconds to the first token of ours and of stock transformers, in turns."""
-    seconds: Seconds = {"ours": [], **{way: [] for way in WAYS}}
+def _first(ours: _Ours, loaded: LoadedModel, prompt: Sequence[int], options: BenchOptions) -> Result:
+    """Seconds to the first token of ours, of stock transformers and of its static cache, in turns."""
+    repeats = 1 if options.quick else _PREFILLS
+    seconds: Seconds = {"ours": [], "stock": [], "static": []}
     for i in range(repeats):
         say(f"time to the first token behind {len(prompt):,} tokens, {i + 1} of {repeats}")
         seconds["ours"].append(ours.prefill(prompt, 1))
         ours.finish()
-        seconds["stock"].append(Rival(loaded, "stock", 0).prefill(prompt))
-    return seconds
+        for way in ("stock", "static"):
+            seconds[way].append(Rival(loaded, way, len(prompt) + 1).prefill(prompt))
+    best = faster_of(("stock", "static"), seconds)
+    part = f"the first token behind {len(prompt):,} tokens"
+    rows: list[Row] = [
+        {"part": part, "contender": name, **spread(values).as_row("seconds")} for name, values in seconds.items()
+    ]
+    return rows, {"ttft_vs_hf_8k": ratio(seconds[best], seconds["ours"]).median}
+
+
+def _decode(ours: _Ours, loaded: LoadedModel, prompt: Sequence[int], options: BenchOptions) -> Result:
+    """Milliseconds a token behind the prompt, and the bytes that ours holds."""
+    rounds = QUICK_ROUNDS if options.quick else FULL_ROUNDS
+    say(f"ours reads {len(prompt):,} tokens")
+    ours.prefill(prompt, rounds * TOKENS_PER_ROUND + 16)
+    seconds = decode_rounds({"ours": ours, **rivals(loaded, prompt, rounds)}, rounds)
+    num_tokens = len(prompt) + 1 + (rounds + 1) * TOKENS_PER_ROUND
+    share = kv_share(ours.llm.cache.stats(), loaded.model.geometry, num_tokens)
+    ours.finish()
+    summary = {
+        "decode_vs_hf_best_8k": ratio(seconds[faster_of(BEST_WAYS, seconds)], seconds["ours"]).median,
+        "decode_vs_hf_stock_8k": ratio(seconds["stock"], seconds["ours"]).median,
+        "kv_bytes_vs_fp16": share,
+    }
+    return [row_of(name, "ours", len(prompt), seconds) for name in ("ours", *WAYS)], summary

@@ -35,7 +35,7 @@ def cpuinfo(path: Path = Path("/proc/cpuinfo")) -> tuple[str, list[str]]:
     return values.get("model name", platform.machine()), [flag for flag in _FLAGS if flag in flags]
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit of the checkout this file lies in, `+` where files differ from it; empty outside a checkout."""
     here = Path(__file__).parent
 
@@ -44,8 +44,8 @@ def _commit() -> str:
         return done.stdout.strip() if done.returncode == 0 else ""
 
     try:
-        commit = git("rev-parse", "--short=12", "HEAD")
-        return commit + ("+" if commit and git("status", "--porcelain", "--untracked-files=no") else "")
+        head = git("rev-parse", "--short=12", "HEAD")
+        return head + ("+" if head and git("status", "--porcelain", "--untracked-files=no") else "")
     except FileNotFoundError:  # no git program here
         return ""
 
@@ -55,7 +55,7 @@ def describe(cache: CacheConfig | None = None, engine: EngineConfig | None = Non
     name, flags = cpuinfo()
     return {
         "versions": {"python": platform.python_version(), **{package: _version(package) for package in _PACKAGES}},
-        "commit": _commit(),
+        "commit": commit(),
         "system": f"{platform.system()} {platform.machine()}",
         "processor": name,
         "processor_flags": flags,

@@ -10,17 +10,25 @@ difference is judged by the numbers of what it is held against:
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from ktransformer2.bench import int8_quality
+import torch
+
+from ktransformer2.bench import environment, int8_quality
 from ktransformer2.bench.corpus import Drawing, DrawnPrompt, draw_prompts, text_of
 from ktransformer2.bench.greedy_modes import BATCH_SIZE, DRAWN_MODES, Answer, GreedyModes
+from ktransformer2.bench.journal import Journal
 from ktransformer2.bench.outcome import BenchOptions, Outcome, say
 from ktransformer2.bench.reference import GreedyRun, Reference
 from ktransformer2.bench.subject import load_subject
+from ktransformer2.kernels import attention
 from ktransformer2.models.loading import LoadedModel
 
 NUM_NEW = 32
@@ -30,7 +38,9 @@ _FULL_PROMPTS, _QUICK_PROMPTS = 200, 20
 _FULL_TOKENS, _QUICK_TOKENS = 4000, 1000
 _FULL_WINDOWS, _QUICK_WINDOWS = 8, 1
 _QUICK_WARM_EVERY = 4  # prompts
+RESUMABLE = True
 Row = dict[str, object]
+Judged = dict[str, Any]  # one answer: its mode, whether its way was taken, its first difference or None
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,13 @@ class Comparison:
     answers: Counter[str] = field(default_factory=Counter)
     taken: Counter[str] = field(default_factory=Counter)
     differences: list[Difference] = field(default_factory=list)
+
+    def add(self, judged: Sequence[Judged]) -> None:
+        for each in judged:
+            self.answers[each["mode"]] += 1
+            self.taken[each["mode"]] += each["taken"]
+            if each["difference"] is not None:
+                self.differences.append(Difference(**each["difference"]))
 
     def count(self, verdict: str) -> int:
         return sum(difference.verdict == verdict for difference in self.differences)
@@ -107,41 +124,63 @@ class _Judge:
             return margin, Reference(model).spread(ids)
 
 
-def compare(loaded: LoadedModel, prompts: Sequence[DrawnPrompt], judge: _Judge, options: BenchOptions) -> Comparison:
-    """Every prompt alone, warm, and in its two ways, against the reference."""
-    comparison = Comparison(options.dtype or "")
-    with loaded.model.original_attention() as model:
-        reference = Reference(model)
-        runs = [reference.greedy(prompt.token_ids, NUM_NEW) for prompt in prompts]
-    say(f"{len(runs)} reference answers")
-    modes = GreedyModes(loaded.model, NUM_NEW)
+class _Comparing:
+    """Every prompt alone, warm, and in its two ways, against the reference: piece by piece, as a journal keeps them."""
 
-    def note(prompt: DrawnPrompt, answers: Sequence[Answer], expected: GreedyRun | None = None) -> None:
-        for answer in answers:
-            comparison.answers[answer.mode] += 1
-            comparison.taken[answer.mode] += answer.evidence > 0
-            difference = judge.judge(prompt, expected or runs[prompt.index], answer)
-            if difference is not None:
-                comparison.differences.append(difference)
+    def __init__(self, loaded: LoadedModel, judge: _Judge, options: BenchOptions) -> None:
+        self._loaded, self._judge, self._options = loaded, judge, options
+        self._modes = GreedyModes(loaded.model, NUM_NEW)
 
-    batched = []
-    for prompt in prompts:
-        rng = random.Random(options.seed * 1_000_003 + prompt.index)
+    def _rng(self, prompt: DrawnPrompt) -> random.Random:
+        return random.Random(self._options.seed * 1_000_003 + prompt.index)
+
+    def run(self, prompts: Sequence[DrawnPrompt], journal: Journal) -> Comparison:
+        """What the journal lacks is done now."""
+        comparison = Comparison(self._options.dtype or "")
+        runs: dict[int, GreedyRun] = {}
+        for prompt in prompts:
+            piece = journal.piece(f"prompt {prompt.index}", partial(self._one, prompt))
+            runs[prompt.index] = GreedyRun(tuple(piece["expected"]["token_ids"]), tuple(piece["expected"]["margins"]))
+            comparison.add(piece["judged"])
+            say(f"prompt {prompt.index + 1} of {len(prompts)}: {prompt.kind}, {len(prompt.token_ids)} tokens")
+        batched = [prompt for prompt in prompts if "batch" in draw_modes(self._rng(prompt))]
+        for group in batches(batched, prompts):
+            name = "batch " + " ".join(str(prompt.index) for prompt in group)
+            comparison.add(journal.piece(name, partial(self._batch, group, runs)))
+        return comparison
+
+    def _one(self, prompt: DrawnPrompt) -> dict[str, Any]:
+        with self._loaded.model.original_attention() as model:
+            expected = Reference(model).greedy(prompt.token_ids, NUM_NEW)
+        modes, options, ids = self._modes, self._options, prompt.token_ids
         warm_too = not options.quick or prompt.index % _QUICK_WARM_EVERY == 0
-        note(prompt, modes.alone_and_warm(prompt.token_ids) if warm_too else [modes.alone(prompt.token_ids)])
+        judged = self._judged(prompt, expected, modes.alone_and_warm(ids) if warm_too else [modes.alone(ids)])
         if warm_too and options.dtype == "fp32":
-            cold, margins, warm = modes.sealed_cold_and_warm(prompt.token_ids)
-            note(prompt, [warm], GreedyRun(cold, margins))
+            cold, margins, warm = modes.sealed_cold_and_warm(ids)
+            judged += self._judged(prompt, GreedyRun(cold, margins), [warm])
+        rng = self._rng(prompt)
         for mode in draw_modes(rng):
-            if mode == "batch":
-                batched.append(prompt)
-            else:
-                note(prompt, modes.drawn(mode, prompt.token_ids, rng))
-        say(f"prompt {prompt.index + 1} of {len(prompts)}: {prompt.kind}, {len(prompt.token_ids)} tokens")
-    for group in batches(batched, prompts):
-        for prompt, answer in zip(group, modes.batch([prompt.token_ids for prompt in group]), strict=True):
-            note(prompt, [answer])
-    return comparison
+            if mode != "batch":
+                judged += self._judged(prompt, expected, modes.drawn(mode, ids, rng))
+        return {"expected": asdict(expected), "judged": judged}
+
+    def _batch(self, group: Sequence[DrawnPrompt], runs: Mapping[int, GreedyRun]) -> list[Judged]:
+        answers = self._modes.batch([prompt.token_ids for prompt in group])
+        return [
+            judged
+            for prompt, answer in zip(group, answers, strict=True)
+            for judged in self._judged(prompt, runs[prompt.index], [answer])
+        ]
+
+    def _judged(self, prompt: DrawnPrompt, expected: GreedyRun, answers: Sequence[Answer]) -> list[Judged]:
+        return [
+            {
+                "mode": answer.mode,
+                "taken": answer.evidence > 0,
+                "difference": None if (found := self._judge.judge(prompt, expected, answer)) is None else asdict(found),
+            }
+            for answer in answers
+        ]
 
 
 def batches(drawn: Sequence[DrawnPrompt], everyone: Sequence[DrawnPrompt]) -> list[list[DrawnPrompt]]:
@@ -168,8 +207,9 @@ def run(options: BenchOptions) -> Outcome:
         source = loaded.source
         if options.wants("greedy"):
             prompts = draw_prompts(drawing, loaded.tokenizer.encode)
-            one = BenchOptions(options.quick, options.seed, dtype, model=options.model)
-            comparison = compare(loaded, prompts, _Judge(options, dtype, loaded), one)
+            one = dataclasses.replace(options, dtype=dtype)
+            comparing = _Comparing(loaded, _Judge(options, dtype, loaded), one)
+            comparison = comparing.run(prompts, _journal(options, dtype, loaded, drawing))
             rows += _rows(comparison)
             summary |= _summary(comparison, len(prompts))
         if dtype == "fp32" and options.wants("int8"):
@@ -178,6 +218,24 @@ def run(options: BenchOptions) -> Outcome:
             summary |= more
     scenario: dict[str, object] = {"dtype": options.dtype or "fp32, bf16", "model": source, "num_new": NUM_NEW}
     return Outcome(rows, summary, scenario | {"num_prompts": drawing.count, "max_tokens": drawing.max_tokens})
+
+
+def _journal(options: BenchOptions, dtype: str, loaded: LoadedModel, drawing: Drawing) -> Journal:
+    """One file a dtype beside the name that was given; what is done there belongs to this very code and model."""
+    path = None if options.resume is None else Path(f"{options.resume}.{dtype}.jsonl")
+    run = {
+        "commit": environment.commit(),
+        "model": loaded.model.fingerprint.hex(),
+        "threads": torch.get_num_threads(),
+        "kernels": attention.backend_name(),
+        "num_new": NUM_NEW,
+        "quick": options.quick,
+        **asdict(drawing),
+    }
+    journal = Journal(path, run)
+    if len(journal):
+        say(f"{len(journal)} pieces of {path} are done")
+    return journal
 
 
 def _summary(comparison: Comparison, num_prompts: int) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """Memory that follows the text: what is held for real lengths, what is given back, and what it costs a step.
 
 Parts: length traces replayed through the cache (`replay`), one sequence of a million tokens, the process after a
-peak (`footprint`), decode steps while memory grows (`step_times`), requests a minute under one budget (`throughput`).
+peak (`footprint`), decode steps while memory grows (`step_times`), requests a minute under one budget (`throughput`),
+and what chose the defaults (`knobs`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from ktransformer2.bench import footprint, step_times, throughput
+from ktransformer2.bench import footprint, knobs, step_times, throughput
 from ktransformer2.bench.corpus import trace_path
 from ktransformer2.bench.footprint import Footprint
 from ktransformer2.bench.outcome import BenchOptions, Outcome, say
@@ -18,7 +19,7 @@ from ktransformer2.bench.shapes import STATIC_TOKENS, geometry, token_bytes
 from ktransformer2.bench.step_times import StepTimes
 from ktransformer2.bench.threads import torch_threads
 from ktransformer2.bench.throughput import Throughput
-from ktransformer2.bench.traces import TraceRequest, read_trace
+from ktransformer2.bench.traces import read_trace, thinned
 from ktransformer2.cache.kv_cache import KVCache
 from ktransformer2.config import CacheConfig
 from ktransformer2.layout import Form
@@ -35,7 +36,7 @@ _LONG_STATIC_TOKENS = 131_072
 _MILLION = 2**20
 _PEAK_BYTES, _QUICK_PEAK_BYTES = 10**9, 10**8
 _MODEL_PEAK_TOKENS = 4096
-PARTS = ("traces", "million", "footprint", "steps", "throughput")
+PARTS = ("traces", "million", "footprint", "steps", "throughput", "knobs")
 Row = dict[str, object]
 
 
@@ -48,6 +49,7 @@ def run(options: BenchOptions) -> Outcome:
         ("traces", lambda: _replays(options)),
         ("million", lambda: _million(_MILLION // 16 if options.quick else _MILLION)),
         ("footprint", lambda: _footprint(options, dtype)),
+        ("knobs", lambda: (knobs.rows(options.quick), {})),
     ]
     if not options.quick and (options.wants("steps") or options.wants("throughput")):
         from ktransformer2.bench.subject import load_subject  # transformers: seconds that other parts save
@@ -66,12 +68,6 @@ def run(options: BenchOptions) -> Outcome:
 
 
 # --- length traces
-
-
-def thinned(requests: Sequence[TraceRequest], count: int) -> list[TraceRequest]:
-    """Every k-th request, `count` of them, closer together by k, so that lengths and load stay those of the trace."""
-    step = max(len(requests) // count, 1)
-    return [dataclasses.replace(r, arrival_s=r.arrival_s / step) for r in requests[::step][:count]]
 
 
 def _replays(options: BenchOptions) -> tuple[list[Row], dict[str, float]]:

@@ -18,7 +18,7 @@ class BenchOptions:
     """How a scenario is run. `dtype`, `num_prompts` and `max_tokens` left at None mean what the targets were set for.
 
     Units: `max_tokens` bounds the length of a drawn prompt. `model` is what `load_model` takes; None: the pinned model.
-    `trace`: a file of one's own for `policy`.
+    `trace`: a file of one's own for `policy`. `resume`: where a scenario that can go on later keeps what is done.
     `parts` of the scenario, by name; none: all. A part that is run in full counts as much as in a run of all.
     """
 
@@ -30,6 +30,7 @@ class BenchOptions:
     model: str | None = None
     parts: tuple[str, ...] = ()
     trace: str | None = None
+    resume: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES:

@@ -9,7 +9,7 @@ over three seeds. A trace of one's own (`--trace`) is replayed with every policy
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -29,6 +29,8 @@ UNTUNED_SEEDS = (11, 12, 13)
 _HINT_ACCURACY, _HINT_SHARES, _NUM_HINT_SEEDS = 0.9, (0.02, 0.10), 3
 _SCAN_CAPACITY = 1000  # blocks; between two readings of the prefix come 990 others and its own 20
 _JUDGED = "adaptive"
+_TRACE_PARTS = ("chat", "synthetic", "agentic")
+PARTS = (*_TRACE_PARTS, "hints", "scan")
 Row = dict[str, object]
 
 
@@ -185,31 +187,44 @@ def _show_plot(bed: Bed, scores: Sequence[Score]) -> None:
 
 
 def run(options: BenchOptions) -> Outcome:
-    """The scenario. Quick: fewer policies, shares and touches."""
+    """The parts asked for. Quick: fewer policies, shares and touches. Figures over all traces need all of them."""
     if options.trace is not None:
         return _own_trace(Path(options.trace), options.quick)
     policies = ("lru", "arc", _JUDGED) if options.quick else POLICIES
     shares = (0.02, 0.10) if options.quick else SHARES
-    chat = Bed.of(read_block_trace(block_trace_path(CHAT)))
-    beds = [chat, Bed.of(read_block_trace(block_trace_path(SYNTHETIC)))]
-    for seed in UNTUNED_SEEDS[:1] if options.quick else UNTUNED_SEEDS:
-        how = Interleaving(seed, max_touches=200_000 if options.quick else 2_000_000)
-        beds.append(Bed.of(read_agentic(block_trace_path(AGENTIC), how)))
-    scores = [score for bed in beds for score in compare(bed, shares, policies)]
-    of_chat = [s for s in scores if s.bed is chat]
-    hinted = compare_hinted(chat, _HINT_SHARES, options.seed, 1 if options.quick else _NUM_HINT_SEEDS)
-    _show_plot(chat, of_chat)
-    below = below_best(scores)
-    summary = {
-        "gap_closed_chat_2pct": _least_gap(of_chat, 0.01, 0.02),
-        "gap_closed_chat_10pct": _least_gap(of_chat, 0.10),
-        "worst_below_best": max(below),
-        "mean_below_best": fmean(below),
-        **_hint_figures(hinted),
-        "us_per_touch": median(s.us_per_touch for s in of_chat if s.policy == _JUDGED),
-    }
-    if not options.quick:
-        summary["gap_closed_chat_5pct"] = _least_gap(of_chat, 0.05)
-    rows = _scan_rows(policies, 100_000 if options.quick else 1_000_000)
-    rows += [s.row(s.bed.trace.name) for s in scores] + [s.row(f"{chat.trace.name}, hinted") for s in hinted]
+    rows = _scan_rows(policies, 100_000 if options.quick else 1_000_000) if options.wants("scan") else []
+    scores = [score for bed in _beds(options) for score in compare(bed, shares, policies)]
+    rows += [s.row(s.bed.trace.name) for s in scores]
+    summary: dict[str, float] = {}
+    if options.wants("chat"):
+        of_chat = [s for s in scores if s.bed.trace.name == CHAT]
+        _show_plot(of_chat[0].bed, of_chat)
+        summary |= _chat_figures(of_chat)
+    if all(map(options.wants, _TRACE_PARTS)):
+        below = below_best(scores)
+        summary |= {"worst_below_best": max(below), "mean_below_best": fmean(below)}
+    if options.wants("hints"):
+        chat = Bed.of(read_block_trace(block_trace_path(CHAT)))
+        compare(chat, _HINT_SHARES, ("lru",))
+        hinted = compare_hinted(chat, _HINT_SHARES, options.seed, 1 if options.quick else _NUM_HINT_SEEDS)
+        rows += [s.row(f"{CHAT}, hinted") for s in hinted]
+        summary |= _hint_figures(hinted)
     return Outcome(rows, summary, {"untuned_seeds": list(UNTUNED_SEEDS), "hint_accuracy": _HINT_ACCURACY})
+
+
+def _beds(options: BenchOptions) -> Iterator[Bed]:
+    """The traces asked for, each read when its turn comes."""
+    for part, name in (("chat", CHAT), ("synthetic", SYNTHETIC)):
+        if options.wants(part):
+            yield Bed.of(read_block_trace(block_trace_path(name)))
+    if options.wants("agentic"):
+        for seed in UNTUNED_SEEDS[:1] if options.quick else UNTUNED_SEEDS:
+            how = Interleaving(seed, max_touches=200_000 if options.quick else 2_000_000)
+            yield Bed.of(read_agentic(block_trace_path(AGENTIC), how))
+
+
+def _chat_figures(scores: Sequence[Score]) -> dict[str, float]:
+    gaps = {"gap_closed_chat_2pct": (0.01, 0.02), "gap_closed_chat_5pct": (0.05,), "gap_closed_chat_10pct": (0.10,)}
+    counted = {s.share for s in scores}
+    figures = {key: _least_gap(scores, *shares) for key, shares in gaps.items() if counted.intersection(shares)}
+    return figures | {"us_per_touch": median(s.us_per_touch for s in scores if s.policy == _JUDGED)}

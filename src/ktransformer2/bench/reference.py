@@ -49,6 +49,16 @@ def _generate(model: PreTrainedModel, ids: torch.Tensor, **more: Any) -> Any:
     return generate(ids, attention_mask=torch.ones_like(ids), **more)
 
 
+def greedy_run(model: PreTrainedModel, prompt: Sequence[int], num_new: int, cache: Any = None) -> GreedyRun:
+    """What `generate` answers to one prompt alone. `cache`: another one than `generate` would make."""
+    ids = torch.tensor([list(prompt)])
+    given = {} if cache is None else {cache_keyword(model): cache}
+    with torch.inference_mode(), _greedy_config(model, num_new, output_logits=True, return_dict_in_generate=True):
+        found = _generate(model, ids, **given)
+    best = [logits[0].float().topk(2).values for logits in found.logits]
+    return GreedyRun(tuple(found.sequences[0, len(prompt) :].tolist()), tuple(float(b[0] - b[1]) for b in best))
+
+
 def answers(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_new: int, cache: Any = None, **settings: Any
 ) -> list[list[int]]:
@@ -90,13 +100,7 @@ class Reference:
 
     def greedy(self, prompt: Sequence[int], num_new: int) -> GreedyRun:
         """What stock `generate` answers to one prompt alone."""
-        ids = torch.tensor([list(prompt)])
-        more = {"output_logits": True, "return_dict_in_generate": True}
-        with torch.inference_mode(), _greedy_config(self.model, num_new, **more):
-            cache = DynamicCache(config=self.model.config)
-            found = _generate(self.model, ids, **{self._cache: cache})
-        best = [logits[0].float().topk(2).values for logits in found.logits]
-        return GreedyRun(tuple(found.sequences[0, len(prompt) :].tolist()), tuple(float(b[0] - b[1]) for b in best))
+        return greedy_run(self.model, prompt, num_new, DynamicCache(config=self.model.config))
 
     def next_logits(self, ids: Sequence[int], copies: int = 1, chunks: Sequence[int] = ()) -> torch.Tensor:
         """Logits [vocab] in fp32 after the last of `ids`, computed `copies` at once, or in chunks of these lengths."""
@@ -143,7 +147,7 @@ class _TokenTimes:
 
 
 class HFDecoder:
-    """One way to decode with transformers. `prefill` first, then any number of `decode`; both return seconds.
+    """One way to decode with transformers. `prefill` or `adopt` first, then any number of `decode`, in seconds.
 
     `way`: `static` (StaticCache), `masked` (DynamicCache and an explicit mask, which keeps SDPA off its slow grouped
     path), or `stock` (what `generate` does by itself; `cache`: with another cache than its own).
@@ -168,6 +172,14 @@ class HFDecoder:
             first = int(logits[0, -1].argmax())
         self.token_ids = [*prompt, first]
         return time.perf_counter() - begin
+
+    def adopt(self, other: HFDecoder) -> None:
+        """Hold what `other`, whose cache is a DynamicCache, has read, as if read here: its rows are copied."""
+        assert not self.token_ids, "adopt comes instead of prefill"
+        with torch.inference_mode():
+            for i, layer in enumerate(other._cache.layers):
+                self._cache.update(layer.keys.clone(), layer.values.clone(), i)
+        self.token_ids = list(other.token_ids)
 
     def decode(self, num_tokens: int) -> list[float]:
         """Seconds of each of `num_tokens` further tokens."""

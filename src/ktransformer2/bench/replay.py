@@ -30,7 +30,7 @@ _VOCABULARY = 49_152
 
 @dataclass
 class HeldOverTime:
-    """Sums over virtual time. Units: bytes x seconds, tokens x seconds."""
+    """Sums over virtual time. Units: bytes x seconds, tokens x seconds, ratio x seconds, seconds."""
 
     committed: float = 0.0
     cached: float = 0.0
@@ -38,6 +38,8 @@ class HeldOverTime:
     static: float = 0.0
     tokens: float = 0.0
     block_tokens: float = 0.0
+    fragmentation: float = 0.0
+    seconds: float = 0.0
 
 
 @dataclass
@@ -52,6 +54,8 @@ class ReplayFigures:
     computed_tokens: int = 0
     tokens_copied_by_growth: int = 0
     growth_events: int = 0
+    system_calls: int = 0
+    moved_bytes: int = 0
     peak_bytes: int = 0
     peak_static_bytes: int = 0
 
@@ -81,6 +85,21 @@ class ReplayFigures:
     @property
     def growth_per_1k_tokens(self) -> float:
         return 1000 * self.growth_events / self.computed_tokens
+
+    @property
+    def calls_per_1k_tokens(self) -> float:
+        """Commits and decommits: what the operating system is asked."""
+        return 1000 * self.system_calls / self.computed_tokens
+
+    @property
+    def moved_per_token(self) -> float:
+        """Bytes that the defragmenter copied, for every token computed."""
+        return self.moved_bytes / self.computed_tokens
+
+    @property
+    def fragmentation(self) -> float:
+        """Mean over time of the worst pool's: 1 - longest stretch of unused extents / all unused ones."""
+        return self.held.fragmentation / self.held.seconds
 
 
 @dataclass
@@ -138,6 +157,8 @@ class TraceReplay:
         stats = self.cache.stats()
         self.figures.growth_events = stats.growth_events
         self.figures.computed_tokens = stats.computed_tokens
+        self.figures.system_calls = stats.arena_calls["commit"] + stats.arena_calls["decommit"]
+        self.figures.moved_bytes = stats.moved_bytes
         self.figures.peak_bytes = stats.peak_bytes
         assert stats.hit_tokens == 0, f"{stats.hit_tokens} tokens were reused between different texts"
         self.cache.check_integrity()
@@ -230,6 +251,8 @@ class TraceReplay:
         held.static += static * seconds
         held.tokens += sum(lengths) * seconds
         held.block_tokens += sum(round_up(length, size) for length in lengths) * seconds
+        held.fragmentation += stats.fragmentation_ratio * seconds
+        held.seconds += seconds
         self.figures.peak_static_bytes = max(self.figures.peak_static_bytes, static)
 
     def _places_of_last_step(self) -> _Places | None:

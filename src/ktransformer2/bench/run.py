@@ -25,6 +25,10 @@ def _scenario(name: str, options: BenchOptions) -> Outcome:
     for part in options.parts:
         if part not in parts:
             raise ConfigError(f"bench {name} has no part {part!r}; it has: {', '.join(parts) or 'one only'}")
+    if options.trace is not None and name != "policy":
+        raise ConfigError(f"bench {name} replays no trace of yours; leave --trace out")
+    if options.resume is not None and not getattr(scenario, "RESUMABLE", False):
+        raise ConfigError(f"bench {name} cannot go on where it stopped; leave --resume out")
     outcome: Outcome = scenario.run(options)
     unknown = set(outcome.summary) - set(targets_of(name))
     assert not unknown, f"summary keys without a target: {sorted(unknown)}"

@@ -6,8 +6,10 @@ Files are CSV (plain or gzipped) with the header `arrival_ms,input_tokens,output
 from __future__ import annotations
 
 import csv
+import dataclasses
 import gzip
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,3 +51,9 @@ def read_trace(path: Path) -> list[TraceRequest]:
         raise ConfigError(f"{path}: the header is {header!r}, not {HEADER!r}")
     requests = [_request(row, f"{path}:{number}") for number, row in enumerate(rows, start=2)]
     return [request for request in requests if request.prompt_tokens and request.output_tokens]
+
+
+def thinned(requests: Sequence[TraceRequest], count: int) -> list[TraceRequest]:
+    """Every k-th request, `count` of them, closer together by k, so that lengths and load stay those of the trace."""
+    step = max(len(requests) // count, 1)
+    return [dataclasses.replace(r, arrival_s=r.arrival_s / step) for r in requests[::step][:count]]

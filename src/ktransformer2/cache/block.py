@@ -7,8 +7,8 @@ A block is `block_tokens` consecutive tokens over the layers of one group. Its i
               |          +-- full: in its sealed form, immutable, shareable
               +-- being appended to, rows as computed
 
-Invariants: `references` is the number of block-table entries that name the block; logical indices of a table are the
-running sum of its entries' `rows`; only the last entry of a table may be open, and then `first_row` is 0.
+Invariants: `references` is the number of block-table entries and pins that name the block; logical indices of a table
+are the running sum of its entries' `rows`; only the last entry of a table may be open, and then `first_row` is 0.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `WRITE_POLICIES` say when a block is offered:
 
-    write_through_selective   when a prompt found it, and what is left at the orderly end
+    write_through_selective   when a prompt found it or a caller pins it, and what is left at the orderly end
     write_through             when it is full, and what is left at the orderly end
     write_back                when it leaves the device, and what is left at the orderly end
 
@@ -82,6 +82,11 @@ class Demotion:
 
     def found(self, block: Block) -> None:
         """A prompt found it."""
+        if self._policy != "write_back":
+            self.want(block)
+
+    def pinned(self, block: Block) -> None:
+        """It is to stay: after the end of the process too."""
         if self._policy != "write_back":
             self.want(block)
 

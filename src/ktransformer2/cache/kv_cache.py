@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
+from ktransformer2.cache.advice import Advice
 from ktransformer2.cache.block import BLOCK, RELEASED, SHIFT, Block, BlockTable
 from ktransformer2.cache.block_store import BlockStore
 from ktransformer2.cache.cuts import refills, sees_all
@@ -69,6 +70,7 @@ class KVCache:
         self._tables: set[BlockTable] = set()  # those that may hold blocks; recounted by check_integrity
         self._upkeep = Upkeep(self._arena, self._residency, self._tables, config)
         self._owner = Owner("the cache")
+        self.advice = Advice(self._prefixes, self._residency, config, self._check_owner)  # what callers know of texts
         self._closed = False
         self._last_publish_s = clock()
         self._next_snapshot_s = self._last_publish_s

@@ -15,8 +15,9 @@ State = Literal["filling", "sealed", "cached"]
 
 @dataclass(frozen=True)
 class ListedBlock:
-    """One block. `references`: table entries that name it; `idle_s`: since its last user left, None while it has one.
+    """One block. `references`: table entries and pins that name it.
 
+    `idle_s`: since its last user left, None while it has one.
     `age_s`: since it could first be found; None: it cannot be.
     """
 

@@ -156,6 +156,10 @@ class LowerTiers:
         self._promotion.counters.restored_tokens += by_tier
         return dict(by_tier)
 
+    def pinned(self, block: Block) -> None:
+        """A caller pins it."""
+        self._demotion.pinned(block)
+
     def leaving(self, block: Block) -> None:
         """It is evicted next."""
         self._promotion.counters.unused += bool(block.came_from)

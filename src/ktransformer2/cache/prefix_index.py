@@ -8,7 +8,7 @@ Invariants: every indexed block is a child of its `parent`; `get(key).key == key
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from ktransformer2.cache.block import Block, next_key
 
@@ -70,11 +70,15 @@ class PrefixIndex:
         """Whether any block is indexed behind `parent`."""
         return parent in self._children
 
+    def children(self, parent: bytes) -> Collection[Block]:
+        """The blocks indexed behind `parent`."""
+        return self._children.get(parent, {}).values()
+
     def longest_child(self, parent: bytes, tokens: bytes) -> tuple[Block | None, int]:
         """The child of `parent` that shares the most leading tokens with `tokens`, and how many those are."""
         best: tuple[Block | None, int] = (None, 0)
         better = tokens[:4]  # what a child must begin with to be better: told at once, however many children there are
-        for block in self._children.get(parent, {}).values():
+        for block in self.children(parent):
             if better and block.tokens.startswith(better):
                 shared = common_tokens(block.tokens, tokens)
                 best, better = (block, shared), tokens[4 * shared :] and tokens[: 4 * (shared + 1)]

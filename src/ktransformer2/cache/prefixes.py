@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ktransformer2.cache.block import BLOCK, RELEASED, BlockTable, next_key, root_key, token_bytes
+from ktransformer2.cache.block import BLOCK, RELEASED, Block, BlockTable, next_key, root_key, token_bytes
 from ktransformer2.cache.demotion import KnownKeys
 from ktransformer2.cache.explain import Explanation, Lookup, explain
 from ktransformer2.cache.lower import LowerTiers
@@ -149,6 +149,22 @@ class Prefixes:
         step = 4 * self._block_tokens
         parent = keys[i - 1] if i else self.root(salt)
         return Wanted(group, keys[i], parent, data[i * step : (i + 1) * step], begins=i == 0)
+
+    def held(self, token_ids: Sequence[int], salt: bytes) -> tuple[list[Block], int]:
+        """The whole blocks of the longest prefix that is held, in all groups as far as a query behind it sees, head
+        first; and how many tokens that prefix has.
+        """
+        keys = self.seen_keys(token_bytes(token_ids), salt, [])
+        length = self._longest_complete(keys)
+        blocks: list[Block] = []
+        for g, index in enumerate(self._residency.indexes):
+            found = (index.get(key) for key in keys[self._first_visible(g, length) : length])
+            blocks += [block for block in found if block is not None]
+        return blocks, length * self._block_tokens
+
+    def seen_keys(self, data: bytes, salt: bytes, chain: list[bytes]) -> list[bytes]:
+        """The hashes of the leading whole blocks that the cache held at any time. Side effect: `chain` grows."""
+        return self._leading_keys(data, salt, chain, self._residency.was_seen)
 
     def _leading_keys(
         self, data: bytes, salt: bytes, chain: list[bytes], is_known: Callable[[bytes], bool]

@@ -1,13 +1,14 @@
 """Which blocks stay: references, eviction, and room on demand. Knows no sequence and no token.
 
 A block that nobody uses stays findable until room is needed, its share of the limit is spent, or it has idled too long.
+A pin is a reference too, so that what is pinned is no more evictable, or cached, than what is in use.
 
 Invariants: a block with references is never evicted; an unindexed block without references is freed at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from ktransformer2.cache.block import Block, next_key
@@ -37,6 +38,9 @@ class Listener(Protocol):
     def leaving(self, block: Block) -> None:
         """It is evicted next; its rows are still there."""
 
+    def pinned(self, block: Block) -> None:
+        """It is to stay, whatever comes."""
+
 
 class Residency:
     """Blocks of all layer groups under one order of eviction, `config.replacement`.
@@ -54,7 +58,8 @@ class Residency:
         self.counters = Counters()
         self._clock = clock
         self.hints = Bands(make_policy(config.replacement, clock), clock)
-        self.retention = Retention(self.hints, clock, ttl_s=config.cached_idle_s)
+        pin_limit = int(config.pinned_share_ratio * config.memory_bytes)
+        self.retention = Retention(self.hints, clock, pin_limit_bytes=pin_limit, ttl_s=config.cached_idle_s)
         self._entries: dict[Block, Entry] = {}
         self._blocks: dict[Entry, Block] = {}
         self.cached_bytes = 0
@@ -73,22 +78,56 @@ class Residency:
 
     def refer(self, block: Block) -> None:
         """One more table entry names the block."""
-        if block.references == 0 and block.indexed:
-            self.cached_bytes -= self.stores[block.group].block_bytes(block)
-            self.num_cached -= 1
-        block.references += 1
+        self._hold(block)
         if block.indexed:
             self.retention.use(self._entries[block])
 
     def unrefer(self, block: Block) -> None:
         """One table entry less. Side effects: after the last one the block is cached, or freed if none can find it."""
         assert block.references > 0, f"{block} has no reference to give back"
-        block.references -= 1
         if block.indexed:
             self.retention.release(self._entries[block])
-        if block.references:
-            return
+        self._let_go(block)
+
+    def pin(self, blocks: Sequence[Block]) -> bool:
+        """Hold blocks that can be found, a parent before its children. False: pins would pass their share of the limit,
+        and nothing has changed.
+        """
+        if not self.retention.pin(self.entries(blocks)):
+            return False
+        for block in blocks:
+            self._hold(block)
+            if self.listener is not None:
+                self.listener.pinned(block)
+        return True
+
+    def unpin(self, blocks: Sequence[Block]) -> None:
+        """One pin less on each, a child before its parent."""
+        self.retention.unpin(self.entries(blocks))
+        for block in blocks:
+            self._let_go(block)
+
+    def pins(self) -> dict[Block, int]:
+        """How often each pinned block is pinned."""
+        return {self._blocks[entry]: count for entry, count in self.retention.pins.items()}
+
+    def entries(self, blocks: Iterable[Block]) -> list[Entry]:
+        """What replacement knows of blocks that can be found."""
+        return [self._entries[block] for block in blocks]
+
+    def _hold(self, block: Block) -> None:
+        if block.references == 0 and block.indexed:
+            self.cached_bytes -= self.stores[block.group].block_bytes(block)
+            self.num_cached -= 1
+        block.references += 1
+
+    def _let_go(self, block: Block) -> None:
+        block.references -= 1
         store = self.stores[block.group]
+        if block.references:
+            if block.indexed and block.references == self.retention.pins.get(self._entries[block]):
+                store.drop_open(block)  # no sequence is left that could take rows back
+            return
         if not block.indexed:
             store.free(block)
             return
@@ -146,12 +185,15 @@ class Residency:
     def _admit(self, block: Block) -> None:
         """The block can be found from now on. Its key as replacement knows it names the layer group too."""
         group, store = bytes((block.group,)), self.stores[block.group]
-        key = next_key(block.parent, block.tokens) if block.key is None else block.key
+        full = block.key is not None
+        key = block.key or next_key(block.parent, block.tokens)
+        # What it takes when its sequence is gone; rows as computed may be beside the sealed ones until then.
+        layout = store.sealed_layout if full else store.open_layout
         entry = self.retention.admit(
             key + group,
             block.parent + group,
-            store.block_bytes(block),
-            full=block.key is not None,
+            layout.extent_bytes,
+            full=full,
             holds_parent=store.group.window is None,
         )
         entry.users = block.references

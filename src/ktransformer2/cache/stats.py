@@ -76,6 +76,8 @@ class CacheStats:
     outside the arena. `held_bytes`, both together, is what `limit_bytes` bounds, and `peak_bytes` the most it ever was.
     `fragmentation_ratio` is that of the worst pool: 1 - longest stretch of unused extents / all unused ones.
 
+    Of the used ones `pinned_bytes` are pinned (`KVCache.advice`); they are never `cached_bytes`.
+
     Reuse. Of `lookup_tokens` tokens of prompts that were looked up `hit_tokens` came from the cache, and
     `findable_tokens` would have with memory without end: what was found, or, if that is more, the leading whole blocks
     that the cache held at any time, under the same salt. Counted by remembering the hashes of evicted blocks
@@ -103,11 +105,13 @@ class CacheStats:
     filling_bytes: int
     sealed_bytes: int
     cached_bytes: int
+    pinned_bytes: int
     free_bytes: int
     table_bytes: int
     peak_bytes: int
     num_blocks: int
     num_cached_blocks: int
+    num_pinned_blocks: int
     num_filling_blocks: int
     lookup_tokens: int
     hit_tokens: int
@@ -208,11 +212,13 @@ def take_stats(
         filling_bytes=filling,
         sealed_bytes=used - filling - residency.cached_bytes,
         cached_bytes=residency.cached_bytes,
+        pinned_bytes=residency.retention.pinned_bytes,
         free_bytes=arena.stats.committed_bytes - used,
         table_bytes=arena.stats.charged_bytes,
         peak_bytes=arena.stats.peak_bytes,
         num_blocks=sum(store.num_blocks for store in stores),
         num_cached_blocks=residency.num_cached,
+        num_pinned_blocks=len(residency.retention.pins),
         num_filling_blocks=num_filling,
         lookup_tokens=counters.lookup_tokens,
         hit_tokens=counters.hit_tokens,

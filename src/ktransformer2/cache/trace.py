@@ -6,7 +6,8 @@ The format is that of `bench policy` (NDJSON, Mooncake's fields): a header, then
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [...]}
 
 An id is a keyed hash of a block's prefix hash under a secret that is drawn for the file and never written: ids are
-equal where prefixes are, within one file, and say nothing else. The last id may be of a partly filled block.
+equal where prefixes are, within one file, and say nothing else. The last id may be of a partly filled block. A request
+that was preempted is two lines, as the cache saw it: what it had computed comes back as the prompt of the second.
 """
 
 from __future__ import annotations

@@ -76,7 +76,8 @@ class Upkeep:
         """Recount everything; an assertion names what differs."""
         self._residency.check_integrity()
         self._arena.check_integrity()
-        named: Counter[tuple[int, int]] = Counter()
+        pins = self._residency.pins().items()
+        named: Counter[tuple[int, int]] = Counter({(block.group, block.block_id): count for block, count in pins})
         for table in self._tables:
             for g, group_table in enumerate(table.groups):
                 assert group_table.num_rows == table.num_tokens + table.pending, (
@@ -88,5 +89,5 @@ class Upkeep:
         for g, store in enumerate(self._residency.stores):
             for block in store.live_blocks():
                 count = named.pop((g, block.block_id), 0)
-                assert block.references == count, f"{block} is named by {count} entries"
+                assert block.references == count, f"{block} is named by {count} entries and pins"
         assert not named, f"entries name free blocks: {sorted(named)}"

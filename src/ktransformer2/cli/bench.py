@@ -46,7 +46,12 @@ def bench(
     ] = None,
     model: Annotated[str | None, typer.Option(help="Another model than the pinned one.")] = None,
     part: Annotated[
-        list[str] | None, typer.Option(help="Only this part of memory or fidelity; may be given again.")
+        list[str] | None,
+        typer.Option(help="Only this part; may be given again. A wrong name lists them."),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="fidelity only: keep what is done in files of this name; a later run goes on from there."),
     ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="policy only: replay this trace of your own.", exists=True, dir_okay=False)
@@ -71,6 +76,7 @@ def bench(
         model=model,
         parts=tuple(part or ()),
         trace=None if trace is None else str(trace),
+        resume=None if resume is None else str(resume),
         **seeded,
     )
     raise typer.Exit(run_bench(name.value, quick=quick, json_path=json_path, check=check, options=options))

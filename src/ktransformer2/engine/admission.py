@@ -87,7 +87,7 @@ class Admission:
         return OutOfMemoryError(
             f"no room for the {len(sequence.token_ids)} tokens of request {sequence.request.request_id}, although no "
             f"other request runs: {taken} of {limit} are taken by "
-            f"block tables held outside the engine. Release them. {self._advice()}"
+            f"block tables held outside the engine and by pins. Release them. {self._advice()}"
         )
 
     def _advice(self) -> str:

@@ -17,7 +17,6 @@ from typing import Any, Self
 import torch
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
-from transformers.masking_utils import sdpa_mask
 
 from ktransformer2.cache.kv_cache import KVCache
 from ktransformer2.config import CacheConfig, parse_bytes
@@ -28,7 +27,8 @@ from ktransformer2.integrations.forward_step import ForwardStep
 from ktransformer2.integrations.layer_groups import described_groups
 from ktransformer2.kernels.pages import FORMS
 from ktransformer2.layout import LayerGroup, ModelGeometry
-from ktransformer2.models.probe import causal_window, refuse_unservable, text_config
+from ktransformer2.models.masks import causal_window, refuse_overlay
+from ktransformer2.models.probe import refuse_unservable, text_config
 from ktransformer2.models.registry import ATTENTION_NAME, LayerCall, PagedRows, read_next_mask, register
 
 # What assisted generation may take back: candidates come in tens (`num_assistant_tokens` is 20).
@@ -155,7 +155,7 @@ class DynamicKVCache(Cache):
         if window not in windows:
             raise UnsupportedModelError(f"the model asks for a mask of window {window}; its config says {windows}")
         if not request.get("allow_is_causal_skip", True):
-            _refuse_overlay(request, window)
+            refuse_overlay(request, window)
         self._mask = request.get("attention_mask")
 
     def update(
@@ -369,16 +369,3 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers 
 
     def get_max_length(self) -> int:
         return -1
-
-
-def _refuse_overlay(request: Mapping[str, Any], window: int | None) -> None:
-    """The model lays something over the causal mask, such as the blocks of an image: all of it is looked at.
-
-    Raises: UnsupportedModelError where it shows or hides any key.
-    """
-    visible = sdpa_mask(**{**request, "attention_mask": None})  # [B, 1, T, S]
-    query = torch.arange(request["q_length"])[:, None] + request.get("q_offset", 0)
-    key = torch.arange(request["kv_length"])[None, :] + request.get("kv_offset", 0)
-    causal = (key <= query) & (key > query - (window or request["kv_length"] + request["q_length"]))
-    if visible is None or not bool((visible == causal).all()):
-        raise UnsupportedModelError("the model lays another mask over the causal one, as images need; text is served")

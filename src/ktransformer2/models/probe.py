@@ -23,6 +23,7 @@ from ktransformer2.kernels.pages import FORMS
 from ktransformer2.kernels.rope import turn
 from ktransformer2.layout import Form, LayerGroup, ModelGeometry, RopeSpec
 from ktransformer2.models.independence import pass_row, refuse_dependent_rows
+from ktransformer2.models.masks import causal_window
 from ktransformer2.models.registry import LayerCall
 
 _PROBE_TOKENS = 16
@@ -65,21 +66,6 @@ class _Watch:
     def mask(self, request: Mapping[str, Any]) -> None:
         """Raises UnsupportedModelError unless the mask is causal, with or without a sliding window."""
         self.mask_windows.add(causal_window(request))
-
-
-def causal_window(request: Mapping[str, Any]) -> int | None:
-    """The sliding window of the mask that a model asks for, judged by its first rows; None: all before are seen.
-
-    Raises: UnsupportedModelError where the mask is not causal.
-    """
-    window: int | None = request.get("local_size")
-    positions = torch.arange(min(request["q_length"], _PROBE_TOKENS))
-    query, key, zero = positions[:, None], positions[None, :], torch.zeros((), dtype=torch.long)
-    wanted = request["mask_function"](zero, zero, query, key)
-    causal = (key <= query) & (key > query - (window or _PROBE_TOKENS))
-    if not torch.equal(wanted.expand_as(causal), causal):
-        raise UnsupportedModelError("the model asks for a mask that is not causal (with or without a sliding window)")
-    return window
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -162,7 +162,8 @@ def _current() -> Receiver:
         raise UnsupportedModelError(
             f"attention {ATTENTION_NAME!r} reads its keys and values from a cache of this package: pass a "
             "DynamicKVCache, call generate() inside ktransformer2.attach(model), or give the model its own attention "
-            'back with model.set_attn_implementation("sdpa")'
+            'back with model.set_attn_implementation("sdpa"). Phi-3 and its kin put a cache aside where a text passes '
+            "original_max_position_embeddings: attach the model then"
         )
     return receiver
 

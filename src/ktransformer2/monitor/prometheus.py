@@ -53,6 +53,7 @@ _GAUGES = {
     "limit_bytes": "Hard limit over everything that the cache counts.",
     "held_bytes": "What counts against the limit now.",
     "staged_bytes": "Copies on their way to and from tiers.",
+    "pinned_bytes": "Bytes of blocks that are pinned.",
     "peak_bytes": "The most that ever counted against the limit.",
     "fragmentation_ratio": "1 - longest stretch of unused extents / all unused ones, of the worst pool.",
 }

@@ -40,6 +40,7 @@ def tier_rows(stats: CacheStats) -> Rows:
             "peak": format_bytes(stats.peak_bytes),
             "forms": forms or "-",
             "blocks": stats.num_blocks,
+            "pinned": format_bytes(stats.pinned_bytes),
             "hit tokens": stats.hit_tokens,
             "moved": format_bytes(stats.moved_bytes),
             "evictions": sum(stats.evictions.values()),

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ktransformer2.cache.replacement.hazard import Hazard, HazardOrder
+from ktransformer2.cache.replacement.hazard import USES_PER_FIT, Hazard, HazardOrder
 from ktransformer2.cache.replacement.lru import LRU
 from ktransformer2.cache.replacement.policy import Clock, Entry, Key, ReplacementPolicy
 from ktransformer2.cache.replacement.retention import Retention
 
-_LEAST_SHADOW_ENTRIES = 512
+_LEAST_SHADOW_ENTRIES = 512  # also the sampled touches between two looks
+_ALL_SESSIONS = 2**32  # `Entry.session` is less
 _MOST_SAMPLING = 64
-_TOUCHES_PER_LOOK = 512  # sampled ones
 _KEEP = 0.9  # of the counts, from look to look
 _MARGIN = 1.02  # recency must be so much better
 
@@ -88,50 +88,43 @@ class Shadow:
 class Adaptive(Hazard):
     """`by_recency` or not, whichever shadow does better."""
 
-    def __init__(self, clock: Clock) -> None:
-        super().__init__(clock)
+    def __init__(
+        self, clock: Clock, uses_per_fit: int = USES_PER_FIT, least_shadow_entries: int = _LEAST_SHADOW_ENTRIES
+    ) -> None:
+        super().__init__(clock, uses_per_fit)
         # Indexed by `by_recency`.
         self._shadows = (Shadow(HazardOrder(clock, self.model), clock), Shadow(LRU(), clock))
-        self._mask = 0  # a session whose number has none of these bits is sampled
-        self._capacity = _LEAST_SHADOW_ENTRIES
+        self._sampled_below = _ALL_SESSIONS
+        self._capacity = self._least_capacity = least_shadow_entries
         self._newcomers = self._sampled_newcomers = 1.0
-        self._touches = 0
+        self._touches = self._admitted_before = 0
 
-    def admit(self, entry: Entry) -> None:
-        Hazard.admit(self, entry)
-        self._newcomers += 1.0
-        if not entry.session & self._mask:
-            self._sampled_newcomers += 1.0
-            self._shade(entry)
-
-    def use(self, entry: Entry) -> None:
-        Hazard.use(self, entry)
-        if not entry.session & self._mask:
-            self._shade(entry)
-
-    def offer(self, entry: Entry) -> None:
-        Hazard.offer(self, entry)
-        if not entry.session & self._mask:
-            for shadow in self._shadows:
-                shadow.let_go(entry.key)
-
-    def forget(self, entry: Entry, evicted: bool) -> None:
-        super().forget(entry, evicted)
-        if not evicted:
-            for shadow in self._shadows:
-                shadow.forget(entry.key)
+    def _unlearn(self, entry: Entry) -> None:
+        super()._unlearn(entry)
+        for shadow in self._shadows:
+            shadow.forget(entry.key)
 
     def demote(self, entry: Entry) -> None:
         super().demote(entry)
         for shadow in self._shadows:
             shadow.demote(entry.key)
 
-    def _shade(self, entry: Entry) -> None:
+    def _sampled_admit(self, entry: Entry) -> None:
+        self._sampled_newcomers += 1.0
+        self._sampled_use(entry)
+
+    def _sampled_use(self, entry: Entry) -> None:
         self._touches += 1
-        if self._touches >= _TOUCHES_PER_LOOK:
+        if self._touches >= self._least_capacity:
             self._choose()
+            if entry.session >= self._sampled_below:
+                return
         for shadow in self._shadows:
             shadow.touch(entry, self._capacity)
+
+    def _sampled_offer(self, entry: Entry) -> None:
+        for shadow in self._shadows:
+            shadow.let_go(entry.key)
 
     def _choose(self) -> None:
         """Rule by the better order, and fit the shadows to the cache as it is now."""
@@ -142,8 +135,10 @@ class Adaptive(Hazard):
             self._picks_left = 0
         for shadow in self._shadows:
             shadow.hits *= _KEEP
-        if self._capacity >= 2 * _LEAST_SHADOW_ENTRIES and self._mask < _MOST_SAMPLING - 1:
-            self._mask = 2 * self._mask + 1
+        self._newcomers += self._num_admitted - self._admitted_before
+        self._admitted_before = self._num_admitted
+        if self._capacity >= 2 * self._least_capacity and self._sampled_below > _ALL_SESSIONS // _MOST_SAMPLING:
+            self._sampled_below //= 2
             self._sampled_newcomers /= 2
             for shadow in self._shadows:
                 shadow.let_all_go()

@@ -56,11 +56,12 @@ class Bands:
     superseded = ended  # the session went on another way, or a text was edited: as little is left to hope for
 
     def waiting(self, entries: Iterable[Entry], ttl_s: float) -> None:
-        """Their session will be back within `ttl_s`: a tool runs, a person types."""
+        """Their session will be back within `ttl_s`: a tool runs, a person types. It is not over, then."""
         now = self._clock()
         for entry in entries:
             self._waiting.start(entry, now, ttl_s)
             self._move(entry, _WAITING)
+            entry.over = False
 
     def prioritise(self, entries: Iterable[Entry], priority: int) -> None:
         """-MAX_PRIORITY..MAX_PRIORITY; 0 is the policy's own order."""
@@ -164,4 +165,6 @@ class Bands:
         assert held.keys() == {entry for entry in candidates if entry.band}, "the bands do not hold their candidates"
         assert all(entry.band == level for entry, level in held.items()), "an entry lies in a band of another mark"
         assert all(self._bands.values()), "an empty band"
+        awaited = sum(entry in self._waiting for entry in self._bands.get(_WAITING, ()))
+        assert awaited == len(self._bands.get(_WAITING, ())), "an entry waits without an end"
         self.policy.check_integrity([entry for entry in candidates if not entry.band])

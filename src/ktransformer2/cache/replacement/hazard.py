@@ -15,12 +15,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 from ktransformer2.cache.replacement.policy import Clock, Entry, Key, Queue
-from ktransformer2.cache.replacement.reuse_model import ReuseModel, age_bin
+from ktransformer2.cache.replacement.reuse_model import BIN_STARTS_S, ReuseModel, age_bin
 
 _HIT_CLASS = (0, 1, 2, 3, 3, 4, 4, 4, 5)  # by hits; more are the last class
 _NUM_HIT_CLASSES = _HIT_CLASS[-1] + 1
 _NUM_TURN_CLASSES = 4
-_TURN_CLASS = tuple(range(0, _NUM_HIT_CLASSES * _NUM_TURN_CLASSES, _NUM_HIT_CLASSES))
+_KINDS = tuple(
+    tuple(_NUM_HIT_CLASSES * turn + hit_class for hit_class in _HIT_CLASS) for turn in range(_NUM_TURN_CLASSES)
+)
+_LAST_HITS, _LAST_TURN = len(_HIT_CLASS) - 1, _NUM_TURN_CLASSES - 1
 _PARTIAL = _NUM_HIT_CLASSES * _NUM_TURN_CLASSES
 _SAID_OVER = _PARTIAL + 1  # added to the class of what callers say is over
 NUM_CLASSES = 2 * _SAID_OVER
@@ -29,7 +32,7 @@ _DEPTHS = (_PARTIAL, *sorted(range(_PARTIAL), key=lambda kind: (kind % _NUM_HIT_
 _DEEPEST_FIRST = (*(kind + _SAID_OVER for kind in _DEPTHS), *_DEPTHS)
 _AGES = 1e12  # seconds: by recency, what is said to be over counts as used before all else
 _GHOSTS_PER_ENTRY = 8
-_USES_PER_FIT = 4096
+USES_PER_FIT = 4096
 _HALF_LIFE_FITS = 32.0
 _PICKS_PER_LOOK = 64
 
@@ -37,8 +40,7 @@ _PICKS_PER_LOOK = 64
 def kind_of(entry: Entry) -> int:
     """The class of an entry when it is let go."""
     hits, turn = entry.hits, entry.turn
-    kind = _TURN_CLASS[turn] if turn < _NUM_TURN_CLASSES else _TURN_CLASS[-1]
-    kind += _HIT_CLASS[hits] if hits < len(_HIT_CLASS) else _HIT_CLASS[-1]
+    kind = _KINDS[turn if turn < _LAST_TURN else _LAST_TURN][hits if hits < _LAST_HITS else _LAST_HITS]
     if not entry.full:
         kind = _PARTIAL
     return kind + _SAID_OVER if entry.over else kind
@@ -55,7 +57,8 @@ class HazardOrder:
         self.model = model
         self.by_recency = by_recency
         self._queues = [Queue() for _ in range(NUM_CLASSES)]
-        self._kind, self._limit, self._picks_left = 0, 0.0, 0  # who gives victims, up to which worth, for how long
+        # Which class gives victims, up to which last use, for how many picks at most.
+        self._kind, self._until, self._picks_left = 0, 0.0, 0
 
     def admit(self, entry: Entry) -> None:
         """Nothing is known of it before it is offered."""
@@ -78,12 +81,7 @@ class HazardOrder:
         if self._picks_left > 0:
             self._picks_left -= 1
             for entry in self._queues[self._kind]:
-                used_at = entry.used_at
-                if self.by_recency:
-                    worth = used_at - _AGES * entry.over
-                else:
-                    worth = self.model.worth[self._kind][age_bin(self._clock() - used_at)]
-                if worth <= self._limit:
+                if entry.used_at <= self._until:
                     return entry
                 break
         return self._look()
@@ -101,8 +99,16 @@ class HazardOrder:
                 elif worth < second:
                     second = worth
                 break
-        if best is not None:
-            self._kind, self._limit, self._picks_left = best.queue, second, _PICKS_PER_LOOK
+        if best is None:
+            return None
+        self._kind, self._picks_left = best.queue, _PICKS_PER_LOOK
+        if by_recency:
+            self._until = second + _AGES * best.over
+        else:  # as far as younger ones are worth no more than the second
+            number = age_bin(now - best.used_at)
+            while number and worths[best.queue][number - 1] <= second:
+                number -= 1
+            self._until = now - BIN_STARTS_S[number]
         return best
 
     def forget(self, entry: Entry, evicted: bool) -> None:
@@ -120,56 +126,89 @@ class HazardOrder:
 
 
 class Hazard(HazardOrder):
-    """The order, and what teaches its model: every wait of what is cached, and of keys that have left."""
+    """The order, and what teaches its model: every wait of what is cached, and of keys that have left.
 
-    def __init__(self, clock: Clock) -> None:
+    The calls `_sampled_*` hear of the entries of sampled sessions, those below `_sampled_below`, here of none: one test
+    in place costs less than an override around every call.
+    """
+
+    def __init__(self, clock: Clock, uses_per_fit: int = USES_PER_FIT) -> None:
         super().__init__(clock, ReuseModel(NUM_CLASSES, _HALF_LIFE_FITS), by_recency=True)
         self._has_learned = False
         self._ghosts: OrderedDict[Key, Entry] = OrderedDict()  # as they were when they left
-        self._num_entries = self._most_entries = 0
-        self._uses_since_fit = 0
+        self._sampled_below = 0
+        self._num_admitted = self._num_entries = self._most_entries = 0
+        self._uses_per_fit, self._uses_since_fit = uses_per_fit, 0
 
     def admit(self, entry: Entry) -> None:
+        self._num_admitted += 1
         self._num_entries += 1
         if self._num_entries > self._most_entries:
             self._most_entries = self._num_entries
         ghost = self._ghosts.pop(entry.key, None)
         if ghost is not None:
             entry.hits, entry.turn = ghost.hits + 1, ghost.turn
-            self.model.used(ghost.queue, ghost.note, entry.used_at - ghost.used_at)
+            self.model.used(ghost.queue, ghost.note, self._clock() - ghost.used_at)
+        if entry.session < self._sampled_below:
+            self._sampled_admit(entry)
 
     def use(self, entry: Entry) -> None:
-        self._queues[entry.queue].pop(entry, None)
-        if entry.note:  # `Bands` may have kept it in a band of its own instead
+        queue = self._queues[entry.queue]
+        if entry in queue:  # `Bands` may have kept it in a band of its own instead
+            del queue[entry]
+        if entry.note:
             self.model.used(entry.queue, entry.note, self._clock() - entry.used_at)
             entry.note = 0
+        if entry.session < self._sampled_below:
+            self._sampled_use(entry)
 
     def offer(self, entry: Entry) -> None:
+        model = self.model
         if entry.note:  # it was pinned meanwhile: nobody knows when it would have been used
-            self.model.lost(entry.queue, entry.note, 0.0)
+            model.lost(entry.queue, entry.note, 0.0)
         entry.queue = kind = kind_of(entry)
         self._queues[kind][entry] = None
-        entry.note = self.model.begin(kind)
+        entry.note = model.epoch
+        model.newest[kind] += 1
         self._uses_since_fit += 1
-        if self._uses_since_fit >= _USES_PER_FIT:
-            self._uses_since_fit = self._picks_left = 0
-            self.model.fit(entry.used_at)
-            if not self._has_learned:
-                self._has_learned, self.by_recency = True, False
+        if self._uses_since_fit >= self._uses_per_fit:
+            self._learn(entry.used_at)
+        if entry.session < self._sampled_below:
+            self._sampled_offer(entry)
+
+    def _learn(self, now: float) -> None:
+        self._uses_since_fit = self._picks_left = 0
+        self.model.fit(now)
+        if not self._has_learned:
+            self._has_learned, self.by_recency = True, False
 
     def forget(self, entry: Entry, evicted: bool) -> None:
         self._num_entries -= 1
-        self._queues[entry.queue].pop(entry, None)
-        if not entry.note:
-            return
+        queue = self._queues[entry.queue]
+        if entry in queue:
+            del queue[entry]
         if not evicted:
+            self._unlearn(entry)
+        elif entry.note:
+            ghosts = self._ghosts
+            ghosts[entry.key] = entry
+            if len(ghosts) > _GHOSTS_PER_ENTRY * self._most_entries:
+                _, ghost = ghosts.popitem(last=False)
+                self.model.lost(ghost.queue, ghost.note, self._clock() - ghost.used_at)
+
+    def _unlearn(self, entry: Entry) -> None:
+        """It has left, but not for want of room: its wait says nothing of it from now on."""
+        if entry.note:
             self.model.lost(entry.queue, entry.note, self._clock() - entry.used_at)
-            return
-        ghosts = self._ghosts
-        ghosts[entry.key] = entry
-        if len(ghosts) > _GHOSTS_PER_ENTRY * self._most_entries:
-            _, ghost = ghosts.popitem(last=False)
-            self.model.lost(ghost.queue, ghost.note, self._clock() - ghost.used_at)
+
+    def _sampled_admit(self, entry: Entry) -> None:
+        """An entry of a sampled session was admitted."""
+
+    def _sampled_use(self, entry: Entry) -> None:
+        """An entry of a sampled session was used."""
+
+    def _sampled_offer(self, entry: Entry) -> None:
+        """An entry of a sampled session was offered."""
 
     def back(self, entry: Entry) -> None:
         before = entry.queue

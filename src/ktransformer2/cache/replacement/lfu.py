@@ -5,14 +5,21 @@ competes with those that were used since, not with all history. Among equal rank
 Source: Arlitt et al., "Evaluating content management techniques for Web proxy caches", 2000 (LFU-DA); the buckets are
 those of Shah, Mitra, Matani, "An O(1) algorithm for implementing the LFU cache eviction scheme", 2010.
 
-Invariant: an entry lies in the bucket of its rank; no bucket is empty; none lies below `_lowest`.
+An entry that comes back (its children left, a hint ran out) keeps its rank, which may lie far below all others; so the
+lowest is found by a heap, not by counting up.
+
+Invariant: an entry lies in the bucket of its rank; no bucket is empty; `_ranks`, a heap, names every bucket, and some
+that are gone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from heapq import heappop, heappush
 
 from ktransformer2.cache.replacement.policy import Entry, HintsUnread, Queue
+
+_SPARE_RANKS = 64
 
 
 class LFU(HintsUnread):
@@ -20,7 +27,7 @@ class LFU(HintsUnread):
 
     def __init__(self) -> None:
         self._buckets: dict[int, Queue] = {}
-        self._lowest = 0
+        self._ranks: list[int] = []
         self._age = 0  # the rank of the last victim
 
     def admit(self, entry: Entry) -> None:
@@ -46,9 +53,9 @@ class LFU(HintsUnread):
     def pick(self) -> Entry | None:
         if not self._buckets:
             return None
-        while self._lowest not in self._buckets:  # ranks grow by one a use, so this is paid for by uses
-            self._lowest += 1
-        return self._buckets[self._lowest].first()
+        while self._ranks[0] not in self._buckets:
+            heappop(self._ranks)
+        return self._buckets[self._ranks[0]].first()
 
     def forget(self, entry: Entry, evicted: bool) -> None:
         if evicted:
@@ -56,10 +63,12 @@ class LFU(HintsUnread):
         self.set_aside(entry)
 
     def _bucket(self, entry: Entry) -> Queue:
-        self._lowest = min(self._lowest, entry.queue)
         bucket = self._buckets.get(entry.queue)
         if bucket is None:
             bucket = self._buckets[entry.queue] = Queue()
+            heappush(self._ranks, entry.queue)
+            if len(self._ranks) > 2 * len(self._buckets) + _SPARE_RANKS:  # no victim was asked for in a while
+                self._ranks = sorted(self._buckets)
         return bucket
 
     def check_integrity(self, candidates: Iterable[Entry]) -> None:
@@ -67,5 +76,5 @@ class LFU(HintsUnread):
         assert held.keys() == set(candidates), "the buckets do not hold the candidates"
         for rank, bucket in self._buckets.items():
             assert bucket, f"the bucket of rank {rank} is empty"
-            assert rank >= self._lowest, f"rank {rank} lies below the lowest, {self._lowest}"
+            assert rank in self._ranks, f"rank {rank} is not in the heap"
         assert all(entry.queue == rank for entry, rank in held.items()), "an entry lies in a bucket of another rank"

@@ -51,8 +51,8 @@ class Entry:
         "users",
     )
 
-    used_at: float  # these two are set by whoever makes the entry
-    session: int
+    session: int  # set by whoever makes the entry
+    used_at: float  # from its first offer on
 
     def __init__(self, key: Key, parent: Key | None, num_bytes: int, full: bool) -> None:
         self.key = key

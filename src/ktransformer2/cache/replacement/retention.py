@@ -43,7 +43,7 @@ class Retention:
         self._ttl_s = ttl_s
         self._has_ttl = ttl_s is not None  # or an entry has one of its own
         self._entries: dict[Key, Entry] = {}
-        self._pins: dict[Entry, int] = {}
+        self.pins: dict[Entry, int] = {}  # how often each is pinned
         self._orphans: dict[Key, int] = {}  # how many entries hold a parent that is not there, by its key
         self._idle = Deadlines()
         self._own_ttl_s: dict[Entry, float] = {}
@@ -68,7 +68,6 @@ class Retention:
         """
         entries = self._entries
         entry = Entry(key, parent, num_bytes, full)
-        entry.used_at = self._clock()
         above = None if parent is None else entries.get(parent)
         if above is None:
             entry.session = spread(key)
@@ -112,7 +111,7 @@ class Retention:
         With `worth` the least worthy of the next few goes; where all are worth the same, the policy's own choice.
         """
         first = self._next()
-        if self._worth is None or first is None:
+        if first is None or self._worth is None:
             return first
         contenders = [first]
         while len(contenders) < _CONTENDERS:
@@ -146,17 +145,17 @@ class Retention:
     def evict(self, entry: Entry) -> None:
         """It leaves for want of room or for its age; its key may be remembered."""
         assert self._can_go(entry), f"{entry} cannot leave"
-        self._remove(entry, evicted=True)
+        self._remove(entry, True)
 
     def forget(self, entry: Entry) -> None:
         """Its content is gone or changed, for reasons of the cache: as if it had never been."""
-        if self._pins.pop(entry, 0):
+        if self.pins.pop(entry, 0):
             self.pinned_bytes -= entry.num_bytes
         if entry.children:
             self._orphans[entry.key] = entry.children
-        self._remove(entry, evicted=False)
+        self._remove(entry, False)
 
-    def _remove(self, entry: Entry, *, evicted: bool) -> None:
+    def _remove(self, entry: Entry, evicted: bool) -> None:
         del self._entries[entry.key]
         self.policy.forget(entry, evicted)
         if self._has_ttl:
@@ -191,7 +190,7 @@ class Retention:
 
         Pin a chain whole: a parent stays anyway while a pinned child does, but only what is pinned counts for the cap.
         """
-        more = sum(entry.num_bytes for entry in set(entries) if entry not in self._pins)
+        more = sum(entry.num_bytes for entry in set(entries) if entry not in self.pins)
         if self.pinned_bytes + more > self._pin_limit_bytes:
             return False
         self.pinned_bytes += more
@@ -200,16 +199,16 @@ class Retention:
                 entry.aside = True
                 self.policy.set_aside(entry)
             entry.users += 1
-            self._pins[entry] = self._pins.get(entry, 0) + 1
+            self.pins[entry] = self.pins.get(entry, 0) + 1
         return True
 
     def unpin(self, entries: Sequence[Entry]) -> None:
         """One pin less on each; give a chain tail first. What nobody holds any more counts as used just now."""
         for entry in entries:
-            assert entry in self._pins, f"{entry} is not pinned"
-            self._pins[entry] -= 1
-            if not self._pins[entry]:
-                del self._pins[entry]
+            assert entry in self.pins, f"{entry} is not pinned"
+            self.pins[entry] -= 1
+            if not self.pins[entry]:
+                del self.pins[entry]
                 self.pinned_bytes -= entry.num_bytes
             self.release(entry)
 
@@ -233,8 +232,8 @@ class Retention:
         pinned = 0
         for key, entry in self._entries.items():
             assert entry.key == key, f"{entry} under the key {key!r}"
-            assert entry.users >= self._pins.get(entry, 0), f"{entry} has {self._pins[entry]} pins"
-            pinned += entry.num_bytes if entry in self._pins else 0
+            assert entry.users >= self.pins.get(entry, 0), f"{entry} has {self.pins[entry]} pins"
+            pinned += entry.num_bytes if entry in self.pins else 0
             if entry.holds_parent and entry.parent is not None:
                 children[entry.parent] = children.get(entry.parent, 0) + 1
         for entry in self:

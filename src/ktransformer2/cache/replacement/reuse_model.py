@@ -18,7 +18,7 @@ Invariant: `_running` holds, by the epoch they began in, how many waits of each 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import log2
+from math import ceil, log2
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,10 @@ def _bin_of(tenths: float) -> int:
 
 
 _BIN_OF_TENTHS = [_bin_of(tenths) for tenths in range(8192)]  # asked at every touch: a look-up is half of a logarithm
+
+
+# The youngest age of each bin; some of the first bins hold no whole tenth and begin where the next one does.
+BIN_STARTS_S = tuple(ceil(2 ** (number / _BINS_PER_DOUBLING) - 1) / _PER_S for number in range(NUM_BINS))
 
 
 def age_bin(age_s: float) -> int:
@@ -66,28 +70,27 @@ def _common(used: _Rates, at_risk: _Rates) -> _Rates:
 
 
 class ReuseModel:
-    """Counts of waits and the index made from them. `worth[class][age_bin]` is hits a second of a block kept."""
+    """Counts of waits and the index made from them. `worth[class][age_bin]` is hits a second of a block kept.
+
+    A wait begins with `newest[class] += 1`, in `epoch`, which is to be handed back when the wait is over.
+    """
 
     def __init__(self, num_classes: int, half_life_fits: float) -> None:
         """Counts of waits that are over halve every `half_life_fits` fits: people change."""
         self._used = [[0.0] * NUM_BINS for _ in range(num_classes)]
         self._lost = [[0.0] * NUM_BINS for _ in range(num_classes)]
         self.epoch = 1
-        self._newest = [0] * num_classes
-        self._running = {1: self._newest}
+        self.newest = [0] * num_classes
+        self._running = {1: self.newest}
         self._began_s = {1: 0.0}
         self._keep = 0.5 ** (1 / half_life_fits)
         self.worth = [[0.0] * NUM_BINS for _ in range(num_classes)]
 
-    def begin(self, kind: int) -> int:
-        """A wait begins; its epoch, to be handed back when it is over."""
-        self._newest[kind] += 1
-        return self.epoch
-
     def used(self, kind: int, epoch: int, age_s: float) -> None:
         """The wait ended with a use."""
         self._running[epoch][kind] -= 1
-        self._used[kind][age_bin(age_s)] += 1.0
+        tenths = int(_PER_S * age_s)
+        self._used[kind][_BIN_OF_TENTHS[tenths] if tenths < 8192 else _bin_of(tenths)] += 1.0
 
     def lost(self, kind: int, epoch: int, age_s: float) -> None:
         """The wait was given up at that age; whether a use came later is not known."""
@@ -114,7 +117,7 @@ class ReuseModel:
         for epoch in [epoch for epoch, running in self._running.items() if not any(running)]:
             del self._running[epoch], self._began_s[epoch]
         self.epoch += 1
-        self._newest = self._running[self.epoch] = [0] * len(self._used)
+        self.newest = self._running[self.epoch] = [0] * len(self._used)
         self._began_s[self.epoch] = now
 
     def check_integrity(self, least: Mapping[tuple[int, int], int]) -> None:
