@@ -25,6 +25,8 @@ class Bench(StrEnum):
     dropin = "dropin"
     monitor = "monitor"
     policy = "policy"
+    tiers = "tiers"
+    prefix = "prefix"
     status = "status"
 
 
@@ -46,7 +48,7 @@ def bench(
     ] = None,
     model: Annotated[str | None, typer.Option(help="Another model than the pinned one.")] = None,
     part: Annotated[
-        list[str] | None, typer.Option(help="Only this part of memory or fidelity; may be given again.")
+        list[str] | None, typer.Option(help="Only this part of a bench that has several; may be given again.")
     ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="policy only: replay this trace of your own.", exists=True, dir_okay=False)
