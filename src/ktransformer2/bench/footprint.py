@@ -12,14 +12,13 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 from dataclasses import dataclass
 
 import psutil
 
 from ktransformer2.bench.outcome import BenchOptions
+from ktransformer2.bench.own_process import answer_of
 from ktransformer2.bench.shapes import STATIC_TOKENS, smollm2
 from ktransformer2.cache.kv_cache import KVCache
 from ktransformer2.config import CacheConfig
@@ -30,7 +29,6 @@ from ktransformer2.layout import ExtentLayout, Form, unpack_page
 
 _CHUNK_TOKENS = 512
 _MAINTAIN_CALLS = 16
-_TIMEOUT_S = 3600
 
 
 @dataclass(frozen=True)
@@ -54,13 +52,8 @@ class Footprint:
 
 
 def measure(*arguments: str) -> Footprint:
-    """Run this file as a process of its own. Raises RuntimeError with its last words where it fails."""
-    command = [sys.executable, "-m", "ktransformer2.bench.footprint", *arguments]
-    here = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # the package may lie there without being installed
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S, env=here)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    return Footprint(**json.loads(done.stdout.splitlines()[-1]))
+    """Run this file as a process of its own. Raises: RuntimeError with its last words where it fails."""
+    return Footprint(**answer_of("footprint", *arguments))
 
 
 def touch(batch: KVBatch) -> None:

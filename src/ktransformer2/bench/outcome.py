@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 
 from ktransformer2.errors import ConfigError
 
-SCENARIOS = ("attention", "decode", "memory", "fidelity", "architectures", "plan", "dropin", "monitor", "policy")
+SCENARIOS = (
+    *("attention", "decode", "memory", "fidelity", "architectures", "plan", "dropin", "monitor", "policy"),
+    *("tiers", "prefix"),
+)
 DTYPES = ("fp32", "bf16")
 _STARTED = time.monotonic()
 

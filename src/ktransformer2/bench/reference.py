@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -212,3 +213,30 @@ class HFDecoder:
         self.token_ids = found[0].tolist()
         stamps = times.at[1:]  # the first `put` is the prompt
         return [after - before for before, after in pairwise(stamps)]
+
+
+def save_by_hand(model: PreTrainedModel, prompt: Sequence[int], path: Path) -> None:
+    """Read a prompt into a DynamicCache and save its tensors with torch."""
+    cache: Any = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(input_ids=torch.tensor([list(prompt)]), logits_to_keep=1, **{cache_keyword(model): cache})
+        torch.save([(layer.keys.clone(), layer.values.clone()) for layer in cache.layers], path)
+
+
+def first_token_by_hand(model: PreTrainedModel, path: Path, suffix: Sequence[int], mapped: bool) -> float:
+    """Seconds to load what `save_by_hand` saved and to choose the first token behind `suffix`.
+
+    `mapped`: the file is mapped and read while it is used, else it is read before.
+    """
+    begin = time.perf_counter()
+    with torch.inference_mode():
+        cache: Any = DynamicCache(config=model.config)
+        for layer, (keys, values) in zip(cache.layers, torch.load(path, weights_only=True, mmap=mapped), strict=True):
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values  # `update` would copy them once more
+        start = cache.get_seq_length()
+        positions = torch.arange(start, start + len(suffix)).unsqueeze(0)
+        ids = torch.tensor([list(suffix)])
+        given = {cache_keyword(model): cache, "position_ids": positions}
+        int(model(input_ids=ids, logits_to_keep=1, **given).logits[0, -1].argmax())
+    return time.perf_counter() - begin

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ktransformer2.bench.outcome import BenchOptions, say
 from ktransformer2.models.demo import smollm2_from_wheel
-from ktransformer2.models.loading import LoadedModel, load_model
+from ktransformer2.models.loading import LoadedModel, computes_bf16, load_model
 from ktransformer2.models.store import cache_directory
 
 
@@ -21,3 +21,8 @@ def load_subject(options: BenchOptions, dtype: str) -> LoadedModel:
     loaded = load_model(name, dtype=dtype)
     # A result names the model, not the place where it lies on this machine.
     return dataclasses.replace(loaded, source=Path(name).name if Path(name).exists() else name)
+
+
+def own_dtype() -> str:
+    """What this machine computes in unless it is told: what a person who sets nothing has."""
+    return "bf16" if computes_bf16() else "fp32"

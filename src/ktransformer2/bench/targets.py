@@ -89,6 +89,22 @@ policy    gap_closed_hints_10pct             >= 0.7
 policy    normalised_hints_10pct             >= 0.89
 policy    us_per_touch                       <= 5
 """
+_PART_4 = """
+tiers  median_transfer_bytes     >= 524288
+tiers  disk_read_share           >= 0.7
+tiers  writer_cpu_share          <= 0.05
+tiers  bloom_fpr                 <= 0.01
+tiers  bloom_probes_saved        >= 0.95
+tiers  prefetch_accuracy         >= 0.75
+tiers  prefetch_hidden_share     reported
+tiers  prefetch_throughput_gain  reported
+prefix warm_overhead             <= 1.3
+prefix warm_speedup              >= 30
+prefix restart_speedup           >= 15
+prefix restart_reused_share      >= 0.99
+prefix restart_vs_handmade       <= 1.0
+prefix valkey_speedup            >= 5
+"""
 
 
 def _parse(part: int, line: str) -> Target:
@@ -98,7 +114,7 @@ def _parse(part: int, line: str) -> Target:
 
 TARGETS: tuple[Target, ...] = tuple(
     _parse(part, line)
-    for part, lines in ((1, _PART_1), (2, _PART_2), (3, _PART_3))
+    for part, lines in ((1, _PART_1), (2, _PART_2), (3, _PART_3), (4, _PART_4))
     for line in lines.split("\n")
     if line
 )

@@ -25,6 +25,8 @@ class Bench(StrEnum):
     dropin = "dropin"
     monitor = "monitor"
     policy = "policy"
+    tiers = "tiers"
+    prefix = "prefix"
     status = "status"
 
 

@@ -34,10 +34,17 @@ def memory_table(curve: MemoryCurve) -> Table:
 
 
 def sentences(result: DemoResult) -> list[str]:
-    """Reuse, time to the first token, and memory, each in one line."""
+    """Reuse, time to the first token, and memory, each in one line; first what an earlier run had kept."""
     cold, warm = (output.usage for output in result.outputs)
     lines = [f"Reuse: {warm.cached_tokens:,} of the second question's {warm.prompt_tokens:,} tokens were in the cache."]
-    if cold.ttft_s and warm.ttft_s:
+    if cold.num_restored:
+        found = f"restored {cold.num_restored:,}, reused {cold.cached_tokens:,} of the first question's tokens"
+        lines.insert(0, f"Restart: {found}, which an earlier run had kept; --no-persist starts anew.")
+    if cold.ttft_s and warm.ttft_s and cold.num_restored:
+        lines.append(
+            f"First token: {format_seconds(cold.ttft_s)} with what was kept, {format_seconds(warm.ttft_s)} warm."
+        )
+    elif cold.ttft_s and warm.ttft_s:
         lines.append(
             f"First token: {format_seconds(cold.ttft_s)} cold, {format_seconds(warm.ttft_s)} warm "
             f"({cold.ttft_s / warm.ttft_s:.0f} times sooner)."
@@ -59,6 +66,7 @@ def as_json(result: DemoResult) -> dict[str, Any]:
                 "text": output.text,
                 "prompt_tokens": output.usage.prompt_tokens,
                 "cached_tokens": output.usage.cached_tokens,
+                "restored_tokens": dict(output.usage.restored_tokens),
                 "new_tokens": output.usage.new_tokens,
                 "ttft_s": output.usage.ttft_s,
             }
