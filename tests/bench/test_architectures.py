@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ktransformer2.bench import architectures
-from ktransformer2.bench.architectures import NEAR_TIE, answers_differ, examine, load_small, run, sweep
-from ktransformer2.bench.models_page import Verdict, models_page
+from ktransformer2.bench.architectures import NEAR_TIE, answers_differ, doors_differ, examine, load_small, run, sweep
+from ktransformer2.bench.models_page import DOORS, LIST, MAKE_PAGE, Verdict, as_list, models_page
 from ktransformer2.bench.outcome import BenchOptions
+from ktransformer2.errors import UnsupportedModelError
+from ktransformer2.integrations.forward_step import ForwardStep
 from ktransformer2.layout import ModelGeometry
 from ktransformer2.models.hf import HFModel
-
-MAKE_PAGE = "python -m ktransformer2.bench.architectures > docs/models.md"
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,7 @@ def test_windows_bound_what_their_layers_hold(verdicts: list[Verdict]) -> None:
 def test_the_page_says_what_is_so(verdicts: list[Verdict], repository: Path) -> None:
     page = (repository / "docs" / "models.md").read_text(encoding="utf-8")
     assert page == models_page(verdicts), f"docs/models.md is out of date; make it anew: {MAKE_PAGE}"
+    assert LIST.read_text(encoding="utf-8") == as_list(verdicts), f"{LIST} is out of date; make it anew: {MAKE_PAGE}"
 
 
 @pytest.mark.parametrize(
@@ -109,6 +111,41 @@ def test_an_untyped_error_while_loading_is_a_difference(monkeypatch: pytest.Monk
     monkeypatch.setattr(architectures, "refuse_unservable", fail)
     verdict = examine("llama", "LlamaForCausalLM")
     assert (verdict.outcome, verdict.reason) == ("different", "loading: ZeroDivisionError: no model")
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3", "mimo_v2_flash", "gpt2"])
+def test_every_door_serves_what_the_engine_serves(model_type: str) -> None:
+    assert doors_differ(load_small(model_type, seed=0), seed=0) == ((), "")
+
+
+def test_a_door_that_answers_otherwise_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = ForwardStep.attend
+
+    def louder(self: ForwardStep, *args: Any) -> torch.Tensor:
+        return attend(self, *args) * 1.5
+
+    monkeypatch.setattr(ForwardStep, "attend", louder)
+    _shut, difference = doors_differ(load_small("llama", seed=0), seed=0)
+    assert difference.startswith("drop-in: ")
+    assert examine("llama", "LlamaForCausalLM").outcome == "different"
+
+
+def test_a_door_that_is_shut_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise UnsupportedModelError("no pages today")
+
+    monkeypatch.setattr(architectures, "attach", refuse)
+    verdict = examine("llama", "LlamaForCausalLM")
+    assert verdict.outcome == "served"
+    assert dict(verdict.shut_doors) == {"attach": "no pages today", "attach, warm": "no pages today"}
+    assert verdict.row["doors"] == 2
+    page = models_page([verdict])
+    assert (
+        "in place 1, over a gathered copy 1, an attached model 0, the same on what the first call left behind 0" in page
+    )
+    assert "| llama | attach | no pages today |" in page
+    assert verdict.listed["reason"] == "not by every door: attach: no pages today; attach, warm: no pages today"
+    assert set(dict(verdict.shut_doors)) < set(DOORS)
 
 
 def test_near_ties_are_drawn_anew_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from huggingface_hub.errors import CacheNotFound
 
 from ktransformer2.cli import guard
 from ktransformer2.models import inventory
-from tests.cli.invoking import failed, invoke
+from tests.cli.invoking import assert_as_before, failed, invoke
 
 DIGEST = "ab" * 32
 CONFIG = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 8192}
@@ -72,6 +72,18 @@ def test_a_context_length_may_lie_in_the_text_part(directory: Path) -> None:
     config.write_text(json.dumps({"architectures": ["Some"], "text_config": {"max_position_embeddings": 4096}}))
     rows = json.loads(invoke("models", "--json").stdout)["models"]
     assert [row["context"] for row in rows] == [8192, 4096, None]
+
+
+def test_architectures(repository: Path) -> None:
+    rows = json.loads(invoke("models", "--architectures", "--json").stdout)["architectures"]
+    served = [row["model_type"] for row in rows if row["outcome"] == "served"]
+    page = (repository / "docs" / "models.md").read_text(encoding="utf-8")
+    assert all(f"| {row['model_type']} | {row['class']} |" in page for row in rows)
+    assert f"**Served**: {len(served)} model types" in page
+    assert all(row["reason"] for row in rows if row["outcome"] != "served")
+    shown = invoke("models", "--architectures").stdout
+    assert_as_before("models-architectures", shown)
+    assert [line.split()[0] for line in shown.splitlines()[1 : len(served) + 1]] == sorted(served)
 
 
 def test_rm(directory: Path) -> None:

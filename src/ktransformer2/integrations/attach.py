@@ -3,9 +3,9 @@
     with ktransformer2.attach(model, memory="8GB"):
         model.generate(**inputs)
 
-A transformers cache sees no token, so the model's calls are watched: before the first pass of a prompt its tokens are
-looked up, what is missing is read in chunks, and the model computes the rest itself. Another prompt is never answered
-with an old prefix: blocks are found by the hash of all tokens so far, and by nothing else.
+Here `generate` gets a cache of ours where a call leaves it a choice; a `PromptHook` watches the model's own calls for
+their tokens. Another prompt is never answered with an old prefix: blocks are found by the hash of all tokens so far,
+and by nothing else.
 
 Knows no page. Invariants: outside `generate` the model is as it came; one call at a time, others wait; what it does not
 understand (embeddings, images, other people's caches, `use_cache=False`) runs as without it, and is counted.
@@ -20,7 +20,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -35,7 +34,7 @@ from ktransformer2.errors import ConfigError, EngineClosedError, UnsupportedMode
 from ktransformer2.integrations import generate_call as call
 from ktransformer2.integrations.batch_rows import BatchRows
 from ktransformer2.integrations.model_state import model_state
-from ktransformer2.integrations.prompt_reader import PromptReader
+from ktransformer2.integrations.prompt_hook import CallUsage, PromptHook, RunningCall
 from ktransformer2.integrations.transformers_cache import DynamicKVCache
 from ktransformer2.models.footprint import ModelFootprint
 from ktransformer2.models.hf import HFModel, cache_keyword
@@ -45,16 +44,10 @@ from ktransformer2.models.registry import quiet_transformers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+__all__ = ["Attachment", "CallUsage", "attach"]
+
 _WHOLE_PROMPT = 2**31 - 1  # as prefill_chunk_size: prompts are read in chunks here
 _attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-
-
-@dataclass(frozen=True)
-class CallUsage:
-    """What one `generate` read: tokens of all its rows, and how many of them were cached."""
-
-    prompt_tokens: int
-    cached_tokens: int
 
 
 def attach(model: PreTrainedModel, *, kv: str = "auto", memory: str | int = "auto", **knobs: Any) -> Attachment:
@@ -73,8 +66,7 @@ def attach(model: PreTrainedModel, *, kv: str = "auto", memory: str | int = "aut
 
 
 class Attachment:
-    """A model's cache while it is attached. `cache.stats()` has the figures; `usage` those of the last call, (0, 0) of
-    one that ran as without the cache."""
+    """A model's cache while it is attached. `cache.stats()` has the figures; `usage` those of the last call."""
 
     def __init__(self, model: PreTrainedModel, kv: str, memory: str | int, knobs: Mapping[str, Any]) -> None:
         if model in _attached:
@@ -93,16 +85,15 @@ class Attachment:
             except BaseException:
                 self.cache.close()
                 raise
-        self.usage = CallUsage(0, 0)
         self.num_calls = self.num_plain_calls = 0  # plain: run as without this cache
         self._lock = threading.RLock()
         self._left: list[BlockTable] = []  # tables of caches that callers were given and hold no more
-        self._running: _Running | None = None
+        self._prompts = PromptHook(self._model, self.cache)
         self._dtype = model.dtype
         self._closed = False
         self._generate: Any = model.generate
         self._own_generate: Any = model.__dict__.get("generate")
-        self._hook = model.register_forward_pre_hook(_OfOneModel(self._before_forward, _nothing), with_kwargs=True)
+        self._hook = model.register_forward_pre_hook(_OfOneModel(self._prompts, _nothing), with_kwargs=True)
         model.generate = _OfOneModel(self._cached_generate, self._generate)  # type: ignore[assignment]
         _attached.add(model)
 
@@ -110,6 +101,11 @@ class Attachment:
     def model(self) -> PreTrainedModel:
         """The model, with its own attention outside `generate`."""
         return self._model.model
+
+    @property
+    def usage(self) -> CallUsage:
+        """What the last call read; (0, 0) of one that ran as without the cache."""
+        return self._prompts.usage
 
     def stats(self) -> CacheStats:
         """One frozen snapshot of the cache's figures."""
@@ -152,7 +148,7 @@ class Attachment:
         with self._lock:
             if self._closed:
                 raise EngineClosedError("the cache was detached while this call waited for it; call generate() again")
-            values, model, outer = call.named(self._generate, args, kwargs), self._model.model, self._running
+            values, model, outer = call.named(self._generate, args, kwargs), self._model.model, self._prompts.running
             if model.dtype != self._dtype:
                 raise ConfigError(f"the model is {model.dtype} now, it was attached in {self._dtype}; attach it again")
             given = call.given_cache(values)
@@ -161,16 +157,16 @@ class Attachment:
             if outer is None or not outer.plain:  # what a plain call calls is its own affair
                 self.num_calls += 1
                 self.num_plain_calls += plain
-            self._running = _Running(plain, not plain and call.drafts(model, values))
+            self._prompts.running = RunningCall(plain, not plain and call.drafts(model, values))
             try:
                 return self._run_plain(values, outer) if plain else self._run(ours, values)
             finally:
-                self._running = outer
+                self._prompts.running = outer
 
-    def _run_plain(self, values: dict[str, Any], outer: _Running | None) -> Any:
+    def _run_plain(self, values: dict[str, Any], outer: RunningCall | None) -> Any:
         """As without this cache; `outer`: the call that this one was made in, whose attention is the registered one."""
         if outer is None:
-            self.usage = CallUsage(0, 0)
+            self._prompts.usage = CallUsage(0, 0)
         reads_pages = outer is None and isinstance(call.given_cache(values), DynamicKVCache)
         with nullcontext() if reads_pages else self._model.plain_attention():
             return self._generate(**values)
@@ -182,7 +178,7 @@ class Attachment:
         others = {name: value for name, value in values.items() if name not in call.CACHE_NAMES}
         if call.setting(model, values, "prefill_chunk_size") is not None:
             others = call.with_setting(others, "prefill_chunk_size", _WHOLE_PROMPT)
-        self.usage = CallUsage(0, 0)
+        self._prompts.usage = CallUsage(0, 0)
         handed_out = given is not None
         try:
             if given is not None:
@@ -216,59 +212,6 @@ class Attachment:
         """Other weights or hooks, another salt: what they computed is not found by these."""
         return model_state(self._model.model, self._hook.id)
 
-    # --- the model's calls
-
-    def _before_forward(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Tells the cache the tokens of a call, and takes off the call what the cache has or reads itself."""
-        cache = call.given_cache(kwargs)
-        if not isinstance(cache, DynamicKVCache) or cache.kv is not self.cache or cache.rows is None:
-            return None
-        cache.tell(None)
-        rows, real = cache.rows, None if args else call.new_columns(kwargs, cache.rows.num_columns)
-        if real is None or not self._tokens_say_all(cache, kwargs, real):
-            return None
-        held = rows.lengths
-        if cache.is_paged and not held:
-            kwargs = self._reuse(rows, kwargs, real)
-        elif self._running is not None and self._running.reads_prompt:
-            self.usage = CallUsage(sum(held) + int(real.sum()), sum(held))
-        if self._running is not None:
-            self._running.reads_prompt = False
-        cache.tell(kwargs["input_ids"])
-        return args, kwargs
-
-    def _tokens_say_all(self, cache: DynamicKVCache, kwargs: Mapping[str, Any], real: torch.Tensor) -> bool:
-        """Whether the tokens alone decide what the keys of this call's columns are."""
-        rows, geometry = cache.rows, self._model.geometry
-        assert rows is not None, "a cache over this one has rows"
-        lengths = rows.lengths or [0] * real.shape[0]
-        if len(lengths) != real.shape[0] or (not cache.is_paged and not bool(real.all())):
-            return False  # the step will refuse it, or a gathered view keeps padding as if it were text
-        if call.first_odd_position(kwargs.get("position_ids"), real, lengths, rows.num_columns):
-            return False
-        longest = max(lengths) + int(real.sum(dim=1).max())
-        return not geometry.shift_refused or longest <= geometry.max_positions  # further on its rotation changes
-
-    def _reuse(self, rows: BatchRows, kwargs: dict[str, Any], real: torch.Tensor) -> dict[str, Any]:
-        """The call without the columns that are read here; as it is where nothing can be taken off."""
-        ids = kwargs["input_ids"]
-        self.usage = CallUsage(int(real.sum()), 0)
-        running = self._running
-        kept = None if running is None else call.columns_kept(self._model.model, kwargs, running.drafts)
-        head = 0 if kept is None else ids.shape[1] - kept
-        if head <= 0:
-            return kwargs
-        prompts = [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
-        reader = PromptReader(self._model, rows, EngineConfig().max_step_tokens)
-        tables = reader.read(prompts, [int(n) for n in real[:, :head].sum(dim=1)])
-        rows.adopt(tables, head, real[:, :head])
-        self.cache.hand_over()
-        self.usage = CallUsage(int(real.sum()), reader.cached_tokens)
-        cut = {name: kwargs[name][..., head:] for name in call.PER_TOKEN if kwargs.get(name) is not None}
-        return {**kwargs, **cut}
-
     def _hands_its_rows_over(self) -> None:
         """One token, to see that the model gives the cache's rows to its attention as they are."""
         rows = BatchRows(self.cache)
@@ -296,15 +239,6 @@ class _OfOneModel:
 
 def _nothing(*_: Any) -> None:
     """A hook that changes nothing."""
-
-
-@dataclass
-class _Running:
-    """The running `generate`. `plain`: as without the cache; `drafts`: it verifies several proposed tokens at once."""
-
-    plain: bool
-    drafts: bool
-    reads_prompt: bool = True
 
 
 @contextmanager

@@ -121,13 +121,18 @@ def new_columns(values: Mapping[str, Any], num_columns: int) -> torch.Tensor | N
     None: something beside the tokens decides what their keys and values are.
     """
     ids, mask = values.get("input_ids"), values.get("attention_mask")
-    if ids is None or any(value is not None and name not in _HARMLESS for name, value in values.items()):
+    if ids is None or any(name not in _HARMLESS and not _is_nothing(value) for name, value in values.items()):
         return None
     if mask is None:
         return torch.ones_like(ids, dtype=torch.bool)
     if not isinstance(mask, torch.Tensor) or mask.shape != (ids.shape[0], num_columns + ids.shape[1]):
         return None
     return mask[:, num_columns:].to(torch.bool)
+
+
+def _is_nothing(value: Any) -> bool:
+    """Whether an argument says nothing. Models that read images are handed an empty dict where there is none."""
+    return value is None or (isinstance(value, Mapping) and not value)
 
 
 def first_odd_position(
