@@ -310,7 +310,7 @@ class TierConfig(_Checked):
         "auto",
         "keep blocks on disk for the next process: on, off, or auto (on in the command line, off in the library)",
         cost="on: what prompts said can be told from the files by whoever may read them",
-        chosen_by="privacy: a library writes nothing that it was not asked to",
+        chosen_by=f"{_OFF}: a library writes nothing that it was not told to",
     )
     disk_directory: str = knob(
         "", "where blocks lie on disk; empty: a folder of the user's cache directory", chosen_by=_CONVENTION

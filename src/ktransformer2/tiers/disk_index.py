@@ -104,7 +104,7 @@ class DiskIndex:
     def transaction(self) -> Iterator[None]:
         """All that is written inside, or nothing of it. Inside another one: a part of that."""
         with self._lock:
-            if self._sql.in_transaction:
+            if self._is_changing():
                 yield
                 return
             self._sql.execute("BEGIN IMMEDIATE")
@@ -112,9 +112,12 @@ class DiskIndex:
                 yield
                 self._sql.execute("COMMIT")
             except BaseException:
-                if self._sql.in_transaction:
+                if self._is_changing():  # not where the failure itself has ended it
                     self._sql.execute("ROLLBACK")
                 raise
+
+    def _is_changing(self) -> bool:
+        return self._sql.in_transaction
 
     def _rows(self, statement: str, values: Sequence[object] = ()) -> list[IndexedBlock]:
         with self._lock:
