@@ -232,7 +232,14 @@ def test_every_knob_says_what_it_does_and_what_chose_its_default() -> None:
 
 
 # What may stand for a default that no bench row chose.
-_WITHOUT_A_ROW = ("no default", "convention", "off unless asked for", "a limit, for safety", "half the bytes")
+_WITHOUT_A_ROW = (
+    "no default",
+    "convention",
+    "off unless asked for",
+    "a limit, for safety",
+    "half the bytes",
+    "bench policy",
+)
 
 
 def test_every_default_has_a_row_that_chose_it_or_says_that_it_has_none(repository: Path) -> None:
