@@ -110,3 +110,14 @@ def test_nothing_kept_is_nothing_to_do(tmp_path: Path) -> None:
     assert found("ls", "--disk", "--directory", nowhere)["num_blocks"] == 0
     assert "nothing was kept" in failed(invoke("cache", "export", tmp_path / "f", "--directory", nowhere), EXIT_USAGE)
     assert not nowhere.exists()
+
+
+def test_deleting_says_so_when_it_could_not(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("ktransformer2.tiers.segments.discard", refuse)
+    result = invoke("cache", "clear", "--directory", directory)
+    assert result.exit_code == EXIT_USAGE
+    assert "not everything could be done" in result.stderr
+    assert "Deleted" not in result.stdout

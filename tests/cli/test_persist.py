@@ -68,3 +68,16 @@ def test_sigterm_is_an_orderly_end(tiny_model_folder: Path, directory: Path) -> 
         assert time.monotonic() - began < 30
     assert any(directory.iterdir())
     assert "(restored " in invoke(*command(tiny_model_folder)).stderr
+
+
+def test_a_cache_directory_on_a_network_is_not_used_and_stops_nobody(
+    tiny_model_folder: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ktransformer2.tiers.disk_directory.network_file_system", lambda path: "nfs4")
+    result = invoke(*command(tiny_model_folder))
+    assert result.exit_code == 0, result.stderr
+    assert "lies on a network file system (nfs4). Name a local directory" in result.stderr
+    assert not directory.exists()
+    asked = invoke(*command(tiny_model_folder, "--persist"))
+    assert asked.exit_code == 2
+    assert "network file system (nfs4)" in asked.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,22 @@ def test_a_library_keeps_nothing_unless_it_is_asked(tiny_model_folder: Path, tmp
         llm.generate("Some text.", PARAMS)
         assert llm.cache.tier_stats() is None
     assert not (tmp_path / "kv").exists()
+
+
+def test_a_directory_may_be_named_as_text(tiny_model_folder: Path, tmp_path: Path) -> None:
+    with LLM(tiny_model_folder, persist=str(tmp_path / "kv"), **OPTIONS) as llm:
+        assert llm.tier_config.disk_directory == str(tmp_path / "kv")
+    assert (tmp_path / "kv").is_dir()
+
+
+def test_what_is_dropped_without_close_is_kept_too(tiny_model_folder: Path, tmp_path: Path) -> None:
+    llm = LLM(tiny_model_folder, persist=tmp_path / "kv", **OPTIONS)
+    llm.generate(TEXT, PARAMS)
+    del llm
+    gc.collect()
+    assert all("ktransformer2 " not in thread.name for thread in threading.enumerate()), "no thread is left"
+    with LLM(tiny_model_folder, persist=tmp_path / "kv", **OPTIONS) as again:
+        assert again.generate(TEXT, PARAMS)[0].usage.num_restored > 500
 
 
 def test_a_wrong_setting_is_named(tiny_model_folder: Path) -> None:

@@ -49,3 +49,13 @@ def test_what_is_remembered_is_bounded() -> None:
     lives.learn(D, C, holds_parent=True)
     assert lives._parents == {D: C}
     assert lives.unknown(D) == C
+
+
+def test_a_server_whose_word_goes_round_in_a_circle_hangs_nobody() -> None:
+    lives = known_chain()
+    lives.learn(A, C, holds_parent=True)
+    assert lives.due([C], 17000), "it ends"
+    assert lives.unknown(C) in (A, B, C)
+    assert lives.unknown(B) == B, "what was told is forgotten"
+    lives.learn(D, D, holds_parent=True)
+    assert lives.unknown(D) == D

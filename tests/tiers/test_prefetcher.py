@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import pytest
 
@@ -115,3 +116,13 @@ def test_a_tier_that_hangs_does_not_hold_up_the_end() -> None:
     assert not reader.close(0.01)
     tier.gate.set()
     assert reader.close(LONG_S)
+
+
+def test_where_no_thread_can_start_nothing_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    reader = Prefetcher([MemoryTier()])
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert not reader.submit(1, [key(0)])
+    assert reader.close()

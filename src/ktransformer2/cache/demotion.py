@@ -193,7 +193,12 @@ class Demotion:
             return False
         store = self._residency.stores[block.group]
         parent = ROOT if block.begins else block.parent + key[-1:]
-        payload = store.read_sealed(block)
+        try:
+            payload = store.read_sealed(block)
+        except MemoryError:  # the limit had room, the machine has not
+            self._arena.discharge(payload_bytes)
+            self.skipped["room"] += 1
+            return False
         stored = StoredBlock(key, parent, block.rows, payload, holds_parent=self._holds_parent(block))
         if not self._combiner.offer(stored):
             self._arena.discharge(payload_bytes)

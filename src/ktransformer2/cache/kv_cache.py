@@ -479,9 +479,12 @@ class KVCache:
 
         Tables made by this cache must not be used afterwards.
         """
-        if not self._closed and self._lower is not None:
-            self._lower.end()
-        if not self._closed:
+        if self._closed:
+            return
+        try:
+            if self._lower is not None:
+                self._lower.end()
+        finally:
             self._closed = True
             self._questions.close()
             self._arena.close()

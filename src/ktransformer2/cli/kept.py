@@ -13,6 +13,7 @@ from ktransformer2.cli.guard import reported, write
 from ktransformer2.cli.options import JsonFlag
 
 if TYPE_CHECKING:
+    from ktransformer2.tiers.disk import DiskTier
     from ktransformer2.tiers.disk_store import DiskLimits
 
 DirectoryOption = Annotated[
@@ -32,6 +33,7 @@ def gc(directory: DirectoryOption = None, as_json: JsonFlag = False) -> None:
         tier = DiskTier(place, limits)
         freed = tier.gc()
         tier.close()
+        _require_done(tier)
     _say({"freed_bytes": freed, "directory": str(place)}, "Freed {freed} in {directory}.", as_json)
 
 
@@ -46,6 +48,7 @@ def clear(directory: DirectoryOption = None, as_json: JsonFlag = False) -> None:
         tier = DiskTier(place, limits)
         freed = tier.clear()
         tier.close()
+        _require_done(tier)
     _say({"freed_bytes": freed, "directory": str(place)}, "Deleted {freed} in {directory}.", as_json)
 
 
@@ -127,6 +130,19 @@ def _place(directory: Path | None) -> tuple[Path, DiskLimits]:
     values = settings.resolve().tier_values
     config = TierConfig.load(values | ({} if directory is None else {"disk_directory": str(directory)}))
     return disk_directory(config), disk_limits(config)
+
+
+def _require_done(tier: DiskTier) -> None:
+    """Raises: ConfigError where something was left undone: who deletes must not be told that it is done."""
+    from ktransformer2.errors import ConfigError
+
+    if tier.off_reason is not None:
+        raise ConfigError(tier.off_reason)
+    if failures := tier.stats().failures:
+        kinds = ", ".join(f"{kind} {count}" for kind, count in failures.items())
+        raise ConfigError(
+            f"{tier.directory}: not everything could be done ({kinds}); end the programs that use it, and try again"
+        )
 
 
 def _say(found: dict[str, object], sentence: str, as_json: bool) -> None:

@@ -85,9 +85,26 @@ def persistence(flag: bool | None) -> str | None:
 
 
 def llm_options(settings: Settings) -> dict[str, Any]:
-    """What `LLM` is opened with here: unlike a library, a command keeps what it reads, unless it is told not to."""
+    """What `LLM` is opened with here: unlike a library, a command keeps what it reads, unless it is told not to.
+
+    Where the user's cache directory lies on a network that is not kept, and said on stderr.
+    """
+    from ktransformer2.config import TierConfig
+    from ktransformer2.tiers.disk_directory import network_file_system
+    from ktransformer2.tiers.opening import disk_directory
+
     options = settings.llm_options
-    return options | ({"persist": "on"} if options["persist"] == "auto" else {})
+    if options["persist"] != "auto":
+        return options
+    directory = disk_directory(TierConfig.load(settings.tier_values))
+    kind = network_file_system(directory)
+    if kind is not None:
+        typer.echo(
+            f"Nothing is kept for the next time: {directory} lies on a network file system ({kind}). Name a local "
+            "directory with KTRANSFORMER_DISK_DIRECTORY, or say --no-persist.",
+            err=True,
+        )
+    return options | {"persist": "on" if kind is None else "off"}
 
 
 def say_kept(llm: LLM, console: Console) -> None:

@@ -9,13 +9,13 @@ Knows no step and no block. Invariant: a stream that is closed early, or an erro
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import difflib
+import logging
+import os
 import weakref
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,11 +27,12 @@ from ktransformer2.engine.engine import Engine
 from ktransformer2.engine.memory_budget import Memory, auto_memory_bytes, most_useful_bytes, workspace_bytes
 from ktransformer2.engine.outputs import EngineStats, RequestOutput, StreamChunk
 from ktransformer2.engine.sampling import SamplingParams
-from ktransformer2.errors import ConfigError, EmptyPromptError, RequestError
+from ktransformer2.errors import ConfigError, EmptyPromptError, OwnershipError, RequestError
 from ktransformer2.models.footprint import ModelFootprint
 from ktransformer2.models.loading import LoadedModel, load_model
 from ktransformer2.tiers.opening import asks_for_tiers, open_tiers
 
+_log = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
@@ -47,7 +48,7 @@ class LLM:
         memory: str | int = "auto",
         dtype: str = "auto",
         block_tokens: int = 64,
-        persist: bool | str | Path = False,
+        persist: bool | str | Path = "auto",
         **config: Any,
     ) -> None:
         """Load `model` (a folder, a file, a hub id, or a model that is loaded already) and make its cache.
@@ -57,8 +58,9 @@ class LLM:
         `dtype`: what the model computes in, such as "float32".
         `block_tokens`: tokens of one block, the unit of sharing: 16, 32, 64, 128 or 256.
         `persist`: keep what was read on disk, so that the next process need not read it again: True, or the directory
-        where. Off unless asked for: the files tell what prompts said to whoever may read them, and a library does not
-        write that somewhere by itself. See docs/tiers.md.
+        where. Nothing is written to disk unless asked for ("auto"): the files tell what prompts said to whoever may
+        read them, and a library does not write that somewhere by itself. False: to no `valkey_url` either. See
+        docs/tiers.md.
         `config`: any other field of CacheConfig, EngineConfig and TierConfig.
         Raises: ConfigError, ModelError, OutOfMemoryError.
         """
@@ -83,9 +85,9 @@ class LLM:
         self.source = loaded.source
         self.tokenizer: Tokenizer = loaded.tokenizer
         self.cache = KVCache(loaded.model.geometry, cache_config, loaded.model.fingerprint)
-        self._join_tiers()
         vocabulary = Vocabulary(self.tokenizer, _end_tokens(loaded))
         self.engine = Engine(loaded.model, self.cache, vocabulary, self.engine_config)
+        self._end = self._join_tiers()
         self._news: dict[str, deque[StreamChunk]] = {}  # chunks of requests that somebody reads
         self._closed = False
 
@@ -150,7 +152,8 @@ class LLM:
             return
         self.engine.close()
         self.cache.close()
-        atexit.unregister(self._close_at_exit)
+        if self._end is not None:
+            self._end.detach()
         self._closed = True
 
     def __enter__(self) -> Self:
@@ -163,16 +166,16 @@ class LLM:
 
     # --- inside
 
-    def _join_tiers(self) -> None:
+    def _join_tiers(self) -> weakref.finalize[..., LLM] | None:
         """What lies below the device, where it is asked for; then an end without `close` is an orderly one too."""
-        self._close_at_exit = partial(_close, weakref.ref(self))
-        if asks_for_tiers(self.tier_config):
-            try:
-                self.cache.join(open_tiers(self.tier_config, self.cache.lineage), self.tier_config)
-            except BaseException:
-                self.cache.close()
-                raise
-            atexit.register(self._close_at_exit)
+        if not asks_for_tiers(self.tier_config):
+            return None
+        try:
+            self.cache.join(open_tiers(self.tier_config, self.cache.lineage), self.tier_config)
+        except BaseException:
+            self.cache.close()
+            raise
+        return weakref.finalize(self, _end, self.engine, self.cache, os.getpid())
 
     def _run(self, waiting: deque[tuple[list[int], SamplingParams | None]]) -> list[RequestOutput]:
         """All of `waiting`, added as the queue has places."""
@@ -275,14 +278,20 @@ def _persistence(persist: bool | str | Path) -> dict[str, str]:
     """`persist` as TierConfig has it."""
     if isinstance(persist, bool):
         return {"persist": "on" if persist else "off"}
-    if isinstance(persist, Path):
-        return {"persist": "on", "disk_directory": str(persist)}
-    return {"persist": persist}
+    if persist in ("auto", "on", "off"):
+        return {"persist": str(persist)}
+    return {"persist": "on", "disk_directory": str(persist)}
 
 
-def _close(llm: weakref.ref[LLM]) -> None:
-    if (alive := llm()) is not None:
-        alive.close()
+def _end(engine: Engine, cache: KVCache, process: int) -> None:
+    """What `close` does, for an `LLM` that nobody closed: it is dropped, or the process ends."""
+    if os.getpid() != process:
+        return  # a fork's child has a copy, and nothing to write
+    try:
+        engine.close()
+    except OwnershipError:  # another thread's requests: what is full is kept all the same
+        _log.warning("a model was dropped while another thread used it; its running requests are lost")
+    cache.close()
 
 
 def _auto_bytes(before: Memory, loaded: LoadedModel, config: EngineConfig) -> int:

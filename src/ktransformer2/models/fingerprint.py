@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktransformer2.layout import NUMERICS_VERSION, ModelGeometry
@@ -66,5 +67,7 @@ def fingerprint(config: PreTrainedConfig, geometry: ModelGeometry, dtype: torch.
         "dtype": str(dtype),
         "weights": weights.hex(),
         "numerics": NUMERICS_VERSION,
+        # Another version may compute otherwise, and blocks outlive the process that had this one.
+        "libraries": [transformers.__version__, torch.__version__],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).digest()

@@ -38,9 +38,16 @@ class Lifetimes:
         self._parents[key] = parent if holds_parent else ROOT
 
     def unknown(self, key: bytes) -> bytes:
-        """The first block on the way from `key` to the root of which the parent is not known; ROOT: all are."""
-        while key != ROOT and (parent := self._parents.get(key)) is not None:
+        """The first block on the way from `key` to the root of which the parent is not known; ROOT: all are.
+
+        Parents are what a server says: where its word goes round in a circle, all of it is forgotten.
+        """
+        for _ in range(len(self._parents) + 1):
+            parent = self._parents.get(key)
+            if key == ROOT or parent is None:
+                return key
             key = parent
+        self.forget()
         return key
 
     def due(self, keys: Iterable[bytes], expiry_ms: int) -> list[bytes]:
@@ -49,6 +56,8 @@ class Lifetimes:
         for key in keys:
             way: list[bytes] = []
             while key != ROOT and key not in due and self._renewed_ms.get(key) != expiry_ms:
+                if len(way) > len(self._parents):
+                    break  # a circle: see `unknown`
                 way.append(key)
                 key = self._parents.get(key, ROOT)
             due |= dict.fromkeys(reversed(way))

@@ -55,12 +55,11 @@ class Prefetcher:
         self._tallies = {tier.name: Tally(tier.name) for tier in tiers}
 
     def submit(self, ticket: int, keys: Sequence[bytes]) -> bool:
-        """Read the payloads of `keys`, a chain. False: too many transfers wait."""
+        """Read the payloads of `keys`, a chain. False: too many transfers wait, or nobody can read."""
         with self._state:
-            if self._closed or len(self._waiting) >= MOST_WAITING:
+            if self._closed or len(self._waiting) >= MOST_WAITING or not self._starts():
                 return False
             self._waiting.append((ticket, tuple(keys)))
-            self._start()
             self._state.notify_all()
         return True
 
@@ -117,10 +116,16 @@ class Prefetcher:
             self._state.notify_all()
         return True
 
-    def _start(self) -> None:
+    def _starts(self) -> bool:
+        """Whether there is a thread that reads. The system may have none left; then nothing is fetched."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="ktransformer2 reader", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="ktransformer2 reader", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                return False
+            self._thread = thread
+        return True
 
     def _run(self) -> None:
         while not self._closed:
