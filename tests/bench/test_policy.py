@@ -273,6 +273,15 @@ def test_a_part_alone_gives_its_own_figures(monkeypatch: pytest.MonkeyPatch) -> 
     assert set(targets_of("policy")) == both | rest
 
 
+@pytest.mark.slow
+def test_the_default_order_finds_more_than_lru_on_a_real_chat() -> None:
+    """The whole trace at two sizes: what the targets ask, with room for the next tuning."""
+    assert CacheConfig().replacement == "adaptive"
+    figures = policy.run(BenchOptions(quick=True, parts=("chat",))).summary
+    assert figures["gap_closed_chat_2pct"] >= 0.20
+    assert figures["gap_closed_chat_10pct"] >= 0.10
+
+
 def test_every_figure_has_a_target() -> None:
     chat = policy.Bed.of(read_agentic(block_trace_path(policy.AGENTIC), Interleaving(3, max_touches=20_000)))
     scores = policy.compare(chat, (0.1,), ("lru", "arc", "adaptive"))
