@@ -8,7 +8,7 @@ Knows no policy: `Bands` and `Retention` do what is said here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ktransformer2.cache.block import Block, token_bytes
@@ -16,7 +16,8 @@ from ktransformer2.cache.prefixes import Prefixes
 from ktransformer2.cache.replacement.bands import MAX_PRIORITY
 from ktransformer2.cache.residency import Residency
 from ktransformer2.config import CacheConfig
-from ktransformer2.errors import ConfigError
+from ktransformer2.errors import ConfigError, EngineClosedError
+from ktransformer2.ownership import Owner
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,13 +31,12 @@ class Pin:
 class Advice:
     """`KVCache.advice`. Every call is its owner's; those that return a number say how many blocks heard them."""
 
-    def __init__(
-        self, prefixes: Prefixes, residency: Residency, config: CacheConfig, check_owner: Callable[[], None]
-    ) -> None:
-        self._prefixes, self._residency = prefixes, residency
+    def __init__(self, prefixes: Prefixes, residency: Residency, config: CacheConfig, owner: Owner) -> None:
+        """`owner` is the cache's."""
+        self._prefixes, self._residency, self._owner = prefixes, residency, owner
         self._block_tokens, self._idle_s = config.block_tokens, config.cached_idle_s
-        self._check_owner = check_owner
         self._pins: set[Pin] = set()
+        self._ended = False
 
     def pin(self, token_ids: Sequence[int], salt: bytes = b"") -> Pin | None:
         """The whole blocks cached of the text's beginning stay until `unpin`, whatever comes.
@@ -104,6 +104,16 @@ class Advice:
         own = self._own(token_ids, num_kept, salt)
         self._residency.hints.ended(self._residency.entries(own))
         return len(own)
+
+    def end(self) -> None:
+        """The cache is closed."""
+        self._ended = True
+
+    def _check_owner(self) -> None:
+        """Raises: as `KVCache` does, which is not held here: it goes when its last user lets go."""
+        self._owner.check()
+        if self._ended:
+            raise EngineClosedError("the cache was closed; make a new one")
 
     def _path(self, token_ids: Sequence[int], salt: bytes) -> list[Block]:
         """The text's blocks in all layer groups, tail first."""

@@ -70,7 +70,7 @@ class KVCache:
         self._tables: set[BlockTable] = set()  # those that may hold blocks; recounted by check_integrity
         self._upkeep = Upkeep(self._arena, self._residency, self._tables, config)
         self._owner = Owner("the cache")
-        self.advice = Advice(self._prefixes, self._residency, config, self._check_owner)  # what callers know of texts
+        self.advice = Advice(self._prefixes, self._residency, config, self._owner)  # what callers know of texts
         self._closed = False
         self._last_publish_s = clock()
         self._next_snapshot_s = self._last_publish_s
@@ -486,6 +486,7 @@ class KVCache:
                 self._lower.end()
         finally:
             self._closed = True
+            self.advice.end()
             self._questions.close()
             self._arena.close()
 

@@ -57,7 +57,11 @@ class Prefetcher:
     def submit(self, ticket: int, keys: Sequence[bytes]) -> bool:
         """Read the payloads of `keys`, a chain. False: too many transfers wait, or nobody can read."""
         with self._state:
-            if self._closed or len(self._waiting) >= MOST_WAITING or not self._starts():
+            if self._closed or len(self._waiting) >= MOST_WAITING:
+                return False
+            try:
+                self._start()
+            except RuntimeError:  # the system has no thread left; then nothing is fetched
                 return False
             self._waiting.append((ticket, tuple(keys)))
             self._state.notify_all()
@@ -116,16 +120,11 @@ class Prefetcher:
             self._state.notify_all()
         return True
 
-    def _starts(self) -> bool:
-        """Whether there is a thread that reads. The system may have none left; then nothing is fetched."""
+    def _start(self) -> None:
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="ktransformer2 reader", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:
-                return False
+            thread.start()
             self._thread = thread
-        return True
 
     def _run(self) -> None:
         while not self._closed:
