@@ -41,7 +41,7 @@ def test_no_key_that_was_given_is_denied(built: set[bytes], single: set[bytes], 
     assert all(key in bloom for key in built | single | many)
     again = BloomFilter()
     again.rebuild(built | single | many)  # vectorised there, one by one here: the same bits
-    assert again.to_bytes() == bloom.to_bytes()
+    assert again._bits == bloom._bits
     assert again.expected_fpr == bloom.expected_fpr
 
 
@@ -50,7 +50,7 @@ def test_it_takes_at_most_twelve_bits_a_key(capacity: int) -> None:
     wanted = max(capacity, LEAST_CAPACITY) * BITS_PER_KEY
     assert wanted - 8 < BloomFilter(capacity).num_bits <= wanted
     bloom = BloomFilter()
-    bloom.rebuild(keys(0, 10), capacity)
+    bloom.rebuild(keys(0, capacity))
     assert wanted - 8 < bloom.num_bits <= wanted
 
 
@@ -108,30 +108,6 @@ def test_groups_of_one_prefix_are_told_apart() -> None:
     bloom.rebuild(keys(0, 20_000, group=0))
     for group in (1, 2, 255):
         assert fpr(bloom, keys(0, 20_000, group)) <= 0.005
-
-
-def test_it_comes_back_from_its_bytes() -> None:
-    bloom = BloomFilter(5000)
-    bloom.add_many(keys(0, 3000))
-    read = BloomFilter.from_bytes(bloom.to_bytes())
-    assert read is not None
-    assert read.to_bytes() == bloom.to_bytes()
-    assert (read.num_bits, read.expected_fpr) == (bloom.num_bits, bloom.expected_fpr)
-    read.add_many(keys(3000, 4000))
-    assert all(key in read for key in keys(0, 4000))
-
-
-def test_bytes_that_were_changed_are_no_filter() -> None:
-    bloom = BloomFilter()
-    bloom.add_many(keys(0, 100))
-    data, chance = bloom.to_bytes(), random.Random(3)
-    for _ in range(200):
-        broken = bytearray(data)
-        broken[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-        assert BloomFilter.from_bytes(bytes(broken)) is None
-    for length in (0, 1, 15, 16, 31, 32, 33, len(data) - 1):
-        assert BloomFilter.from_bytes(data[:length]) is None
-    assert BloomFilter.from_bytes(data + b"\0") is None
 
 
 def test_readers_are_never_denied_while_a_writer_adds_and_rebuilds() -> None:

@@ -144,6 +144,36 @@ def test_two_processes_share_a_directory_and_add_to_segments_of_their_own(open_t
     assert one.stats().stored_blocks == 3  # two are there already
 
 
+def test_the_filter_is_not_looked_after_in_every_call(open_tier: Opener, tmp_path: Path) -> None:
+    limits = dataclasses.replace(ROOMY, filter_refresh_s=3600.0)
+    one, two = open_tier(tmp_path, limits, MODEL), open_tier(tmp_path, limits, MODEL)
+    one.put(chain("a", 1))
+    two.refresh()
+    assert not two.may_hold(key_of("a0"))
+    two.limits = dataclasses.replace(limits, filter_refresh_s=0.0)
+    two._next_refresh_s = 0.0
+    two.refresh()
+    assert two.may_hold(key_of("a0"))
+    assert two.stats().filter_missed == 1
+
+
+def test_a_scan_that_breaks_off_leaves_the_filter_as_it_was(
+    open_tier: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(tmp_path, dataclasses.replace(ROOMY, filter_refresh_s=0.0), MODEL)
+    tier.put(chain("a", 1))
+
+    def refuse(*_: object) -> list[bytes]:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("ktransformer2.tiers.disk_index.DiskIndex.keys", refuse)
+    tier.refresh()
+    assert tier.may_hold(key_of("a0"))
+    monkeypatch.undo()
+    tier.refresh()
+    assert tier.may_hold(key_of("a0"))
+
+
 # The limit
 
 

@@ -18,7 +18,7 @@ def scanned(found: set[bytes]) -> SharedFilter:
 def test_before_the_first_scan_nothing_is_denied() -> None:
     shared = SharedFilter()
     assert shared.may_hold(A)
-    assert (shared.passes(A), shared.expected_fpr) == (False, 1.0)
+    assert (shared.passes(A), shared.is_worn) == (False, False)
     shared.begin_scan()
     assert shared.end_scan(None) == 0  # broken off
     assert shared.may_hold(A)
@@ -55,3 +55,20 @@ def test_the_keys_that_were_denied_are_bounded() -> None:
     assert not any(shared.may_hold(key) for key in keys)
     shared.begin_scan()
     assert shared.end_scan(set(keys)) == MOST_DENIED
+
+
+def wears(shared: SharedFilter, number: int) -> bool:
+    """Whether it is worn once it is told of one key more."""
+    shared.add([key_of(f"gone {number}")])
+    return shared.is_worn
+
+
+def test_what_is_gone_wears_it_until_the_next_scan() -> None:
+    shared = scanned({A})
+    num_told = next(number for number in range(5000) if wears(shared, number))
+    assert 1000 < num_told < 1500  # a filter for 1,024 keys at least, and a fifth
+    shared.begin_scan()
+    shared.end_scan({A})
+    assert not wears(shared, 0)
+    assert shared.may_hold(A)
+    assert sum(shared.may_hold(key_of(f"gone {i}")) for i in range(num_told)) <= 12

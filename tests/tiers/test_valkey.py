@@ -5,13 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ktransformer2.bench.valkey_server import free_port
 from ktransformer2.errors import ConfigError
 from ktransformer2.tiers import valkey
 from ktransformer2.tiers.deployment import Deployment
@@ -19,23 +19,9 @@ from ktransformer2.tiers.tier import StoredBlock
 from ktransformer2.tiers.valkey import ValkeyTier
 from ktransformer2.tiers.valkey_address import ValkeyAddress
 from tests.tiers.disk_factories import PAYLOAD_BYTES, block, chain, key_of, lineage
-from tests.tiers.valkey_server import KEY, direct, free_port, running_server, tier
+from tests.tiers.valkey_server import KEY, direct, running_server, tier
 
 TTL_S = 160.0  # in steps of ten seconds
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    port = free_port()
-    with running_server(tmp_path_factory.mktemp("valkey"), port):
-        yield port
-
-
-@pytest.fixture
-def port(server: int) -> int:
-    """Of a server that holds nothing."""
-    direct(server).flushall()
-    return server
 
 
 def name(key: bytes) -> bytes:

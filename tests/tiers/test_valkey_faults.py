@@ -13,30 +13,17 @@ from typing import Any
 
 import pytest
 
+from ktransformer2.bench.valkey_server import free_port
 from ktransformer2.tiers.valkey import ValkeyTier
 from tests.tiers.disk_factories import PAYLOAD_BYTES, block, chain, key_of
 from tests.tiers.fault_proxy import HANG, PASS, REFUSE, Fault, FaultProxy, cut, garble, say, trickle
-from tests.tiers.valkey_server import Clock, direct, free_port, running_server, tier
+from tests.tiers.valkey_server import Clock, tier
 
 BLOCKS = chain("a", 3)
 KEYS = [one.key for one in BLOCKS]
 PAYLOADS = [one.payload for one in BLOCKS]
 SHORT_S = 0.05
 PAUSE_S = 5.0
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    port = free_port()
-    with running_server(tmp_path_factory.mktemp("valkey"), port):
-        yield port
-
-
-@pytest.fixture
-def port(server: int) -> int:
-    """Of a server that holds nothing."""
-    direct(server).flushall()
-    return server
 
 
 @pytest.fixture

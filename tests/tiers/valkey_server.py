@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
+from ktransformer2.bench.valkey_server import server_program, wait_for
 from ktransformer2.tiers.tier import Lineage
 from ktransformer2.tiers.valkey import ValkeyTier
 from ktransformer2.tiers.valkey_address import ValkeyAddress
@@ -31,16 +29,10 @@ class Clock:
 
 def server_binary() -> str:
     """The server that is installed; skips the test where none is."""
-    found = shutil.which("valkey-server") or shutil.which("redis-server")
+    found = server_program()
     if found is None:
         pytest.skip("no valkey-server or redis-server is installed")
     return found
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port: int = listening.getsockname()[1]
-        return port
 
 
 @contextmanager
@@ -50,23 +42,10 @@ def running_server(folder: Path, port: int, *options: str) -> Iterator[None]:
     command = [server_binary(), *listening, "--bind", "127.0.0.1", "--save", "", "--dir", str(folder), *options]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
-            _wait_until_it_listens(process, port)
+            wait_for(process, port)
             yield
         finally:
             process.kill()
-
-
-def _wait_until_it_listens(process: subprocess.Popen[bytes], port: int) -> None:
-    until = time.monotonic() + 20
-    while time.monotonic() < until:
-        assert process.poll() is None, f"the server has ended with {process.returncode}"
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-        except ConnectionRefusedError:
-            time.sleep(0.01)
-        else:
-            return
-    raise AssertionError("the server does not listen after 20 s")
 
 
 def direct(port: int) -> Any:

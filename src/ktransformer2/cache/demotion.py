@@ -148,8 +148,7 @@ class Demotion:
             if left_s <= 0 or self._num_failures >= _MOST_FAILURES or not self._combiner.wait_for_room(size, left_s):
                 return False
             self._settle()
-            room = self._residency.take(lambda size=size: self._arena.charge(size) or None)  # type: ignore[misc]
-            if room is None:
+            if not self._residency.charge(size):
                 return True  # all of the limit is in use: nothing can be copied
             self._arena.discharge(size)
             if each.key is not None:  # else it has just been evicted

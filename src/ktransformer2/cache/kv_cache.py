@@ -218,7 +218,7 @@ class KVCache:
     def _charge(self, table: BlockTable, num_tokens: int) -> bool:
         """Count the table itself against the limit, as it will be with `num_tokens` more. False: no room, trimmed."""
         more = table.bytes_with(num_tokens, self.config.block_tokens) - table.charged_bytes
-        if more > 0 and self._residency.take(lambda: self._arena.charge(more) or None) is None:
+        if more > 0 and not self._residency.charge(more):
             self._edits.trim(table, table.num_tokens)
             return False
         if more < 0:
@@ -463,7 +463,7 @@ class KVCache:
     def charge(self, num_bytes: int) -> bool:
         """Count bytes of the caller's own, such as a gathered view, against the limit. False: no room for them."""
         self._check_owner()
-        return self._residency.take(lambda: self._arena.charge(num_bytes) or None) is not None
+        return self._residency.charge(num_bytes)
 
     def discharge(self, num_bytes: int) -> None:
         """The caller's bytes are gone."""

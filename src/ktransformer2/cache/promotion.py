@@ -17,6 +17,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from ktransformer2.cache.block import Block
@@ -240,7 +241,7 @@ class Promotion:
                 size = len(part) * self._payload_bytes(part[0].group)
                 if self.charged_bytes and self.charged_bytes + size > self._limit_bytes:
                     return
-                if self._room(fetch, lambda size=size: self._arena.charge(size) or None) is None:  # type: ignore[misc]
+                if self._room(fetch, partial(self._charge, size)) is None:
                     return
                 if not self._prefetcher.submit(fetch.ticket, keys):
                     self._arena.discharge(size)
@@ -260,6 +261,9 @@ class Promotion:
                 break
             part.append(each)
         return part
+
+    def _charge(self, size: int) -> bool | None:
+        return self._arena.charge(size) or None
 
     def _room(self, fetch: Fetch, attempt: Callable[[], T | None]) -> T | None:
         """`attempt()` until it gives something, evicting what no waiting prompt rests on. None: nothing else left."""

@@ -148,6 +148,10 @@ class Residency:
                 return None
         return taken
 
+    def charge(self, num_bytes: int) -> bool:
+        """Count bytes outside of extents against the limit. False: there is no room, whoever leaves."""
+        return self.take(lambda: self._arena.charge(num_bytes) or None) is not None
+
     def evict_one(self, cause: str, is_spared: Callable[[Block], bool] | None = None) -> bool:
         """Free what the policy names next: a leaf that nobody uses. False: there is none, or it is spared."""
         entry = self.retention.victim()

@@ -77,11 +77,13 @@ def demo(
         loaded = demo_model(chosen.values["dtype"], _sources(source, wheel), wheel)
     with phases.phase("cache"):
         llm = LLM(loaded, **llm_options(chosen))
-    with llm:
-        phases.ready()
-        console.print(f"Model: {llm.source}. Kernels: {kernels}. Blocks: {llm.cache.config.kv}.", soft_wrap=True)
-        result = ContractDemo(llm, options, (lambda _: None) if as_json else write, console).run()
-    say_kept(llm, console)
+    try:
+        with llm:
+            phases.ready()
+            console.print(f"Model: {llm.source}. Kernels: {kernels}. Blocks: {llm.cache.config.kv}.", soft_wrap=True)
+            result = ContractDemo(llm, options, (lambda _: None) if as_json else write, console).run()
+    finally:
+        say_kept(llm, console)
     if as_json:
         write(json.dumps({"model": str(llm.source), "kernels": kernels, **report.as_json(result)}) + "\n")
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,31 +26,13 @@ DirectoryOption = Annotated[
 @reported
 def gc(directory: DirectoryOption = None, as_json: JsonFlag = False) -> None:
     """Give back what nobody can use: older formats, what outlived its time, holes."""
-    from ktransformer2.tiers.disk import DiskTier
-
-    place, limits = _place(directory)
-    freed = 0
-    if place.is_dir():
-        tier = DiskTier(place, limits)
-        freed = tier.gc()
-        tier.close()
-        _require_done(tier)
-    _say({"freed_bytes": freed, "directory": str(place)}, "Freed {freed} in {directory}.", as_json)
+    _free(directory, as_json, lambda tier: tier.gc(), "Freed {freed} in {directory}.")
 
 
 @reported
 def clear(directory: DirectoryOption = None, as_json: JsonFlag = False) -> None:
     """Delete everything that was kept on disk, of every model."""
-    from ktransformer2.tiers.disk import DiskTier
-
-    place, limits = _place(directory)
-    freed = 0
-    if place.is_dir():
-        tier = DiskTier(place, limits)
-        freed = tier.clear()
-        tier.close()
-        _require_done(tier)
-    _say({"freed_bytes": freed, "directory": str(place)}, "Deleted {freed} in {directory}.", as_json)
+    _free(directory, as_json, lambda tier: tier.clear(), "Deleted {freed} in {directory}.")
 
 
 @reported
@@ -132,17 +115,26 @@ def _place(directory: Path | None) -> tuple[Path, DiskLimits]:
     return disk_directory(config), disk_limits(config)
 
 
-def _require_done(tier: DiskTier) -> None:
-    """Raises: ConfigError where something was left undone: who deletes must not be told that it is done."""
-    from ktransformer2.errors import ConfigError
+def _free(directory: Path | None, as_json: bool, free: Callable[[DiskTier], int], sentence: str) -> None:
+    """Have a directory give bytes back, and say how many.
 
-    if tier.off_reason is not None:
-        raise ConfigError(tier.off_reason)
-    if failures := tier.stats().failures:
-        kinds = ", ".join(f"{kind} {count}" for kind, count in failures.items())
-        raise ConfigError(
-            f"{tier.directory}: not everything could be done ({kinds}); end the programs that use it, and try again"
-        )
+    Raises: ConfigError where something was left undone: who deletes must not be told that it is done.
+    """
+    from ktransformer2.errors import ConfigError
+    from ktransformer2.tiers.disk import DiskTier
+
+    place, limits = _place(directory)
+    freed = 0
+    if place.is_dir():
+        tier = DiskTier(place, limits)
+        freed = free(tier)
+        tier.close()
+        if tier.off_reason is not None:
+            raise ConfigError(tier.off_reason)
+        if failures := tier.stats().failures:
+            kinds = ", ".join(f"{kind} {count}" for kind, count in failures.items())
+            raise ConfigError(f"{place}: not everything could be done ({kinds}); end what uses it, and try again")
+    _say({"freed_bytes": freed, "directory": str(place)}, sentence, as_json)
 
 
 def _say(found: dict[str, object], sentence: str, as_json: bool) -> None:

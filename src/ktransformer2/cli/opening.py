@@ -60,7 +60,9 @@ class Opening:
         say_kernels(console)
         with phases.phase("weights"):
             llm = LLM(self.model, **self.options)
-        with llm:
-            phases.ready()
-            yield llm
-        say_kept(llm, console)
+        try:
+            with llm:
+                phases.ready()
+                yield llm
+        finally:  # closing writes most, after Ctrl-C and an error too
+            say_kept(llm, console)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Iterable, Sequence
-from hashlib import blake2b
 from itertools import islice
 
 import numpy as np
@@ -31,11 +30,7 @@ LEAST_CAPACITY = 1024  # 1.5 kB
 MOST_CAPACITY = 2**32 // BITS_PER_KEY  # a probe has 32 bits
 _MIX = 0x9E3779B1  # 2^32 / golden ratio, made odd: groups that are near lie far apart
 _WORDS = struct.Struct(f"<{NUM_PROBES}I")
-_HEAD = struct.Struct("<4sIQ")  # magic, version, bytes of bits
-_MAGIC, _VERSION = b"KTBF", 1
-_DIGEST_BYTES = 16
 _KEYS_AT_ONCE = 2**16  # 3.5 MB of probes
-_BIT_COUNTS = np.array([value.bit_count() for value in range(256)], np.uint8)
 
 
 class BloomFilter:
@@ -89,9 +84,9 @@ class BloomFilter:
         for key in keys:
             self.add(key)
 
-    def rebuild(self, keys: Collection[bytes], capacity: int = 0) -> None:
-        """Forget all but `keys`, and make room for `capacity` keys, or as many as are given where those are more."""
-        num_bytes = _num_bytes(max(len(keys), capacity))
+    def rebuild(self, keys: Collection[bytes]) -> None:
+        """Forget all but `keys`, and have room for as many."""
+        num_bytes = _num_bytes(len(keys))
         flags = np.zeros(8 * num_bytes, np.bool_)  # one byte a bit, for the time of the rebuild
         left = iter(keys)
         while piece := list(islice(left, _KEYS_AT_ONCE)):
@@ -99,24 +94,6 @@ class BloomFilter:
         bits = np.packbits(flags, bitorder="little")
         self._num_set = int(np.count_nonzero(flags))
         self._bits = bytearray(bits.tobytes())
-
-    def to_bytes(self) -> bytes:
-        """The filter as a file holds it, with a checksum at its end."""
-        content = _HEAD.pack(_MAGIC, _VERSION, len(self._bits)) + self._bits
-        return content + blake2b(content, digest_size=_DIGEST_BYTES).digest()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> BloomFilter | None:
-        """What `to_bytes` wrote; None for anything else: cut, changed, or of another version. It can be rebuilt."""
-        content, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
-        if len(content) <= _HEAD.size or blake2b(content, digest_size=_DIGEST_BYTES).digest() != digest:
-            return None
-        if _HEAD.unpack_from(content) != (_MAGIC, _VERSION, len(content) - _HEAD.size):
-            return None
-        read = cls()
-        read._bits = bytearray(content[_HEAD.size :])
-        read._num_set = int(_BIT_COUNTS[np.frombuffer(read._bits, np.uint8)].sum(dtype=np.int64))
-        return read
 
 
 def _num_bytes(capacity: int) -> int:

@@ -16,6 +16,7 @@ Knows no prompt and no device. Raises ConfigError on a network's file system, wh
 from __future__ import annotations
 
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,12 +25,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from ktransformer2.tiers.disk_failures import FAILURES, kind_of, said
-from ktransformer2.tiers.disk_filter import DiskFilter
 from ktransformer2.tiers.disk_index import DiskIndex, IndexedBlock, says_broken
 from ktransformer2.tiers.disk_store import DiskLimits, DiskStore
 from ktransformer2.tiers.disk_uses import PendingUses
 from ktransformer2.tiers.header import BlockHeader
 from ktransformer2.tiers.segments import Record
+from ktransformer2.tiers.shared_filter import SharedFilter
 from ktransformer2.tiers.tally import Tally
 from ktransformer2.tiers.tier import ROOT, Clock, Lineage, StoredBlock, TierStats
 
@@ -67,9 +68,13 @@ class DiskTier:
         self.directory, self.limits, self.lineage = directory, limits, lineage
         self.off_reason: str | None = None
         self._clock, self._tally = clock, Tally(self.name)
-        self._filter = DiskFilter(limits.filter_refresh_s, self._tally)
+        self._filter = SharedFilter()
+        self._filter.begin_scan()
+        self._filter.end_scan(())  # what nobody looked at yet is not there
+        self._scanning = threading.Lock()
+        self._next_refresh_s = 0.0  # by the monotonic clock, as the next
         self._uses = PendingUses()
-        self._next_expiry_s = 0.0  # by the monotonic clock
+        self._next_expiry_s = 0.0
         self._store: DiskStore | None = None
         try:
             self._store = DiskStore(directory, limits, clock, self._tally)
@@ -86,9 +91,9 @@ class DiskTier:
     # What every tier does
 
     def may_hold(self, key: bytes) -> bool:
-        passes = self._filter.passes(key)
-        self._tally.count(lookups=1, filter_saved=not passes)
-        return passes
+        held = self._filter.may_hold(key)
+        self._tally.count(lookups=1, filter_saved=not held)
+        return held
 
     def put(self, blocks: Sequence[StoredBlock]) -> int:
         return self._attempt("write", 0, lambda store: self._put(store, blocks))
@@ -111,7 +116,9 @@ class DiskTier:
             with store.changing():
                 before = store.disk_bytes_now()
                 store.clear()
-                self._filter.rebuild([])
+                with self._scanning:
+                    self._filter.begin_scan()
+                    self._filter.end_scan(())
                 return max(0, before - store.disk_bytes_now())
 
         return self._attempt("delete", 0, clear)
@@ -131,8 +138,8 @@ class DiskTier:
     # What only a directory can
 
     def refresh(self) -> None:
-        """Tell the filter what other processes wrote, where it was told longer ago than `filter_refresh_s`."""
-        self._attempt("read", None, lambda store: self._filter.refresh(lambda: self._own_keys(store)))
+        """Tell the filter what others wrote, where it was told longer ago than `filter_refresh_s`, or is worn."""
+        self._attempt("read", None, self._refresh)
 
     def entries(self) -> list[HeldBlock]:
         """All that lies there, of every lineage, the newest use first."""
@@ -189,8 +196,8 @@ class DiskTier:
                     self._tally.count(stored_blocks=len(written), stored_bytes=num_bytes)
                     held.update(header.key for header in written)
             finally:
-                self._filter.tell(held)
-        self._filter.refresh(lambda: self._own_keys(store))
+                self._filter.add(held)
+        self._refresh(store)
         return len(held)
 
     def _tell_uses(self, index: DiskIndex) -> None:
@@ -220,10 +227,23 @@ class DiskTier:
             self._tally.count(filter_false=1)
         if found:
             self._tally.count(loaded_blocks=len(found), loaded_bytes=sum(map(len, found)))
-            self._filter.tell(keys[: len(found)])
+            self._filter.add(keys[: len(found)])
             self._uses.note(keys[: len(found)], self._clock())
-        self._filter.refresh(lambda: self._own_keys(store))
+        self._refresh(store)
         return found
+
+    def _refresh(self, store: DiskStore) -> None:
+        now = time.monotonic()
+        if (now < self._next_refresh_s and not self._filter.is_worn) or not self._scanning.acquire(blocking=False):
+            return  # not due, or another thread is at it
+        keys: list[bytes] | None = None
+        self._filter.begin_scan()
+        try:
+            keys = store.index.keys(self._lineages(store.index))
+        finally:
+            self._tally.count(filter_missed=self._filter.end_scan(keys))
+            self._scanning.release()
+        self._next_refresh_s = now + self.limits.filter_refresh_s
 
     def _leading(self, index: DiskIndex, keys: Sequence[bytes]) -> list[IndexedBlock]:
         """The rows of the leading keys that are there and in time. A use of a block is a use of what it continues."""
@@ -266,9 +286,6 @@ class DiskTier:
         numbers, lineage = index.lineages(), self.lineage
         wanted = [(lineage.fingerprint, layout) for layout in lineage.layouts]
         return {numbers[one] for one in wanted if one in numbers}
-
-    def _own_keys(self, store: DiskStore) -> list[bytes]:
-        return store.index.keys(self._lineages(store.index))
 
     def _attempt(self, what: str, otherwise: _Result, act: Callable[[DiskStore], _Result]) -> _Result:
         """Do something with the directory; what fails is counted, and is `otherwise`. A broken index is mended."""

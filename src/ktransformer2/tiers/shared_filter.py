@@ -2,7 +2,7 @@
 
 What this process wrote or read is never denied. What others wrote since the last scan may be: that costs a hit, and is
 counted once a later scan finds it. Before the first scan nothing is denied. Knows no server: whoever scans says what
-was found.
+was found. In front of the disk and of a server alike.
 
 Invariant: `denied` holds at most `MOST_DENIED` keys, the newest ones.
 """
@@ -27,9 +27,9 @@ class SharedFilter:
         self._denied: dict[bytes, None] = {}
 
     @property
-    def expected_fpr(self) -> float:
-        """The share of absent keys that pass; 1 before the first scan."""
-        return 1.0 if self._bloom is None else self._bloom.expected_fpr
+    def is_worn(self) -> bool:
+        """Whether growth or what is gone has filled it past its promise: time for a scan."""
+        return self._bloom is not None and self._bloom.is_worn
 
     def may_hold(self, key: bytes) -> bool:
         """False: surely not, of what this process touched or the last scan found."""
@@ -64,14 +64,14 @@ class SharedFilter:
         """Put a filter of `found` in place; None: the scan was broken off, and the old one stays.
 
         Returns how many of the keys that were denied since the scan before have been found: what was missed, at most,
-        since some may have been written after they were asked for.
+        since some may have been written after they were asked for. Others go on with the old filter meanwhile.
         """
         if found is None:
             with self._lock:
                 self._since = None
             return 0
         bloom = BloomFilter()
-        bloom.rebuild(found)  # milliseconds, while others go on with the old one
+        bloom.rebuild(found)
         with self._lock:
             denied, self._denied = self._denied, {}
             bloom.add_many(self._since or ())
