@@ -77,6 +77,26 @@ def test_a_pin_is_written_too(tier: MemoryTier) -> None:
     assert parents_first(tier)
 
 
+def test_what_can_be_loaded_again_leaves_before_what_must_be_computed(tier: MemoryTier) -> None:
+    cache = cache_over(tier)
+    for text in (TEXT[:16], [9, *TEXT[:15]]):
+        table = start(cache, text)
+        assert table is not None
+        cache.release(table)
+    second = cache.match([9, *TEXT[:15], 5]).keys
+    assert second, "the newer of the two"
+    assert cache.advice.pin([9, *TEXT[:15]]) is not None
+    write(cache)
+    for pin in list(cache.advice._pins):
+        cache.advice.unpin(pin)
+    assert len(tier.blocks) == 1
+    cache.computed(16, 1.0)
+    lower_of(cache)._promotion.speeds.loaded(10**9, 1.0, cache._clock())
+    assert cache._residency.evict_one("room")
+    assert cache.match([*TEXT[:16], 5]).keys, "the older one would have to be computed"
+    assert not cache.match([9, *TEXT[:15], 5]).keys
+
+
 def test_write_through_writes_what_is_full(tier: MemoryTier) -> None:
     cache = cache_over(tier, write_policy="write_through")
     table = start(cache, TEXT)

@@ -101,7 +101,7 @@ class Demotion:
         if block.key is None or self._ended:
             return
         key = stored_key(block)
-        if key in self._wanted or self._lies_below(key):
+        if key in self._wanted or self.lies_below(key):
             return
         if len(self._wanted) >= _MOST_WANTED:
             self.skipped["queue"] += 1
@@ -166,12 +166,12 @@ class Demotion:
         chain: list[Block] = []
         next_block: Block | None = block
         while next_block is not None and next_block.key is not None:
-            if self._lies_below(stored_key(next_block)):
+            if self.lies_below(stored_key(next_block)):
                 return chain[::-1]
             chain.append(next_block)
             if next_block.begins or not holds_parent:
                 return chain[::-1]
-            if self._lies_below(next_block.parent + bytes((block.group,))):
+            if self.lies_below(next_block.parent + bytes((block.group,))):
                 return chain[::-1]
             next_block = index.get(next_block.parent)
         self.skipped["parent"] += 1
@@ -217,7 +217,8 @@ class Demotion:
         for key in failed:
             self.known.discard(key)
 
-    def _lies_below(self, key: bytes) -> bool:
+    def lies_below(self, key: bytes) -> bool:
+        """Whether the block is known to lie in a tier, or to be on its way there. `key`: as tiers have it."""
         return self._combiner.holds(key) or (key in self.known and self._may_hold(key))
 
     def _fits(self, block: Block) -> bool:

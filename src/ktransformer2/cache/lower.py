@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from ktransformer2.cache.block import Block
 from ktransformer2.cache.demotion import Demotion
 from ktransformer2.cache.promotion import Fetch, Promotion, Wanted
+from ktransformer2.cache.replacement.policy import Entry
 from ktransformer2.cache.residency import Residency
 from ktransformer2.cache.sizing import sealed_form
 from ktransformer2.config import CacheConfig, TierConfig
@@ -109,6 +110,8 @@ class LowerTiers:
         self._combiner, self._prefetcher = WriteCombiner(tiers, limit), Prefetcher(tiers)
         self._demotion = Demotion(residency, arena, self._combiner, self._lies_below, config.write_policy)
         self._promotion = Promotion(residency, arena, self._prefetcher, limit, clock)
+        self._clock = clock
+        residency.retention.worth = self._worth
         self._final: LowerStats | None = None
         self._process = os.getpid()
         residency.listener = self
@@ -192,6 +195,17 @@ class LowerTiers:
     def computed(self, num_tokens: int, seconds: float, now: float) -> None:
         """A step read so many tokens of prompts in that time."""
         self._promotion.speeds.computed(num_tokens, seconds, now)
+
+    def _worth(self, entry: Entry) -> float:
+        """What it saves to have a block here when it is used, in seconds a byte: to compute it, or where it lies below
+        to load it, if that takes less. 0 while nothing was measured.
+        """
+        num_tokens = self._residency.stores[0].sealed_layout.block_tokens
+        estimate = self._promotion.speeds.estimate(num_tokens, entry.num_bytes, self._clock())
+        saved_s = estimate.compute_s or 0.0
+        if estimate.load_s is not None and isinstance(entry.key, bytes) and self._demotion.lies_below(entry.key):
+            saved_s = min(saved_s, estimate.load_s)
+        return saved_s / entry.num_bytes
 
     # --- the end, figures, checks
 

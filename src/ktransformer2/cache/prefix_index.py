@@ -14,7 +14,7 @@ from ktransformer2.cache.block import Block, next_key
 
 
 class PrefixIndex:
-    """Prefix hash -> block, with the tree kept so that leaves can be told from roots.
+    """Prefix hash -> block, with the tree kept: what continues a prefix, full or in part.
 
     `added` hears of every block once it can be found, `removed` of every block that no longer can.
     """
@@ -61,10 +61,6 @@ class PrefixIndex:
             del self._blocks[block.key]
         block.key, block.indexed = None, False
         self._removed(block)
-
-    def is_leaf(self, block: Block) -> bool:
-        """True when no indexed block continues this one."""
-        return block.key is None or block.key not in self._children
 
     def has_child(self, parent: bytes) -> bool:
         """Whether any block is indexed behind `parent`."""

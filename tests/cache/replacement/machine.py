@@ -35,11 +35,14 @@ def quick_policy(name: str, clock: Clock) -> ReplacementPolicy:
 class RetentionMachine(RuleBasedStateMachine):
     """Requests come, overlap, and end; room is made one block at a time."""
 
-    @initialize(name=st.sampled_from(POLICIES), ttl_s=st.sampled_from([None, 5.0]))
-    def open(self, name: str, ttl_s: float | None) -> None:
+    @initialize(name=st.sampled_from(POLICIES), ttl_s=st.sampled_from([None, 5.0]), weighs=st.booleans())
+    def open(self, name: str, ttl_s: float | None, weighs: bool) -> None:
         self.name, self.ttl_s, self.now = name, ttl_s, 0.0
         self.bands = Bands(quick_policy(name, self.clock), self.clock)
         self.retention = Retention(self.bands, self.clock, pin_limit_bytes=PIN_LIMIT, ttl_s=ttl_s)
+        self.weighs = weighs
+        if weighs:
+            self.retention.worth = lambda entry: float(entry.key[0] if isinstance(entry.key, bytes) else entry.key % 3)
         self.parents: dict[int, int | None] = {}  # of what is cached
         self.users: Counter[int] = Counter()
         self.pins: Counter[int] = Counter()
@@ -77,7 +80,7 @@ class RetentionMachine(RuleBasedStateMachine):
                     assert (victim is None) == (not self.leaves())
                     if victim is None:
                         break
-                    if self.name == "lru" and not self.hinted:
+                    if self.name == "lru" and not self.hinted and not self.weighs:
                         assert victim.key == next(k for k in self.released if k in self.leaves())
                     self.evict(victim)
                 self.retention.admit(key, held[-1] if held else None, 1, full=key % 10 != 2)

@@ -61,3 +61,17 @@ def test_over_counts_again_after_a_wait(bed: Bed) -> None:
     bed.now = 100.0
     assert bed.victim() is bed.first
     assert bed.first.band <= 0, "nobody waits for it any more"
+
+
+def test_the_least_worthy_of_the_next_goes_and_hints_come_before_worth(bed: Bed) -> None:
+    bed.retention.worth = lambda entry: 1.0 if entry is bed.second else 2.0
+    assert bed.victim() is bed.second
+    assert bed.victim() is bed.second, "asking changes nothing"
+    bed.bands.waiting([bed.second], 10.0)
+    assert bed.victim() is bed.first
+
+
+def test_where_all_are_worth_the_same_the_policy_decides(bed: Bed) -> None:
+    chosen = bed.victim()
+    bed.retention.worth = lambda _: 1.0
+    assert bed.victim() is chosen

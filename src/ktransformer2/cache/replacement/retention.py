@@ -23,7 +23,7 @@ class Retention:
     """Entries under one policy.
 
     `pin_limit_bytes` caps what can be pinned. `ttl_s`: an entry that nobody used for so long is `expired`; None: never.
-    `worth`: seconds that a hit on an entry saves, per byte (to recompute less to load); None: all are worth the same.
+    `worth`: seconds a byte that it saves to have an entry here when it is used; None: all are worth the same.
     """
 
     def __init__(
@@ -33,12 +33,11 @@ class Retention:
         *,
         pin_limit_bytes: int = 0,
         ttl_s: float | None = None,
-        worth: Worth | None = None,
     ) -> None:
         self.policy = policy
         self.pinned_bytes = 0
         self._clock = clock
-        self._worth = worth
+        self.worth: Worth | None = None
         self._pin_limit_bytes = pin_limit_bytes
         self._ttl_s = ttl_s
         self._has_ttl = ttl_s is not None  # or an entry has one of its own
@@ -108,23 +107,24 @@ class Retention:
     def victim(self) -> Entry | None:
         """What leaves next, left in place. None: nothing can go.
 
-        With `worth` the least worthy of the next few goes; where all are worth the same, the policy's own choice.
+        With `worth` the least worthy of the next few goes; where all are worth the same, the policy's own choice. What
+        callers said of entries is not weighed against it: only those of the first one's band are looked at.
         """
         first = self._next()
-        if first is None or self._worth is None:
+        if first is None or self.worth is None:
             return first
         contenders = [first]
         while len(contenders) < _CONTENDERS:
             self.policy.set_aside(contenders[-1])
             follower = self._next()
-            if follower is None:
+            if follower is None or follower.band != first.band:
                 break
             contenders.append(follower)
         else:
             self.policy.set_aside(contenders[-1])
         for entry in reversed(contenders):
             self.policy.back(entry)
-        return min(contenders, key=self._worth)
+        return min(contenders, key=self.worth)
 
     def _next(self) -> Entry | None:
         while (entry := self.policy.pick()) is not None:
