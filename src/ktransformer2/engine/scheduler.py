@@ -107,6 +107,7 @@ class Scheduler:
             self._preempt(newest, step)
             if newest is sequence:
                 return
+        self._num_starving = 0
         step.add(sequence, num_tokens)
 
     def _preempt(self, sequence: Sequence, step: Step) -> None:
