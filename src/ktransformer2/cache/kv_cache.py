@@ -292,7 +292,8 @@ class KVCache:
     def rollback(self, table: BlockTable, num_tokens: int) -> bool:
         """Take the last `num_tokens` tokens back, exactly. False: no room for the copy that a shared block needs.
 
-        What a rollback needs is kept for `rollback_tokens` behind the most tokens the table ever held.
+        What a rollback needs is kept for `rollback_tokens` behind the most tokens the table ever held; of a reused
+        prefix (`table.cached_tokens`) only what was found: its sealed blocks as wholes, and a window's newest ones.
 
         Raises: ConfigError when the rows as computed, or blocks a window passed, are gone (`max_rollback_tokens`).
         """
@@ -300,8 +301,9 @@ class KVCache:
         exact = sees_all(table, stores, keep) and refills(table, stores, keep, self.config.block_tokens)
         if num_tokens and not exact:
             raise ConfigError(
-                f"cannot take back {num_tokens} tokens: what that needs is kept for max_rollback_tokens="
-                f"{table.rollback_tokens}; set it to the longest rollback"
+                f"cannot take back {num_tokens} of {table.num_tokens} tokens exactly: what that needs is kept for "
+                f"max_rollback_tokens={table.rollback_tokens} behind the newest, less those of the reused prefix "
+                f"({table.cached_tokens} tokens); raise it to the longest rollback, or begin anew"
             )
         return self._edits.trim(table, keep)
 
