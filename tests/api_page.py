@@ -19,12 +19,15 @@ from transformers import Cache
 
 import ktransformer2 as k
 from ktransformer2 import errors
+from ktransformer2.cache.advice import Advice, Pin
 from ktransformer2.cache.explain import Explanation
 from ktransformer2.cache.kv_cache import KVCache
 from ktransformer2.cache.lower import LowerStats
 from ktransformer2.cache.stats import CacheStats
+from ktransformer2.cache.trace import TraceRecorder
 from ktransformer2.engine.outputs import Completion, EngineStats, TokenLogprob, Usage
 from ktransformer2.integrations.attach import Attachment, CallUsage
+from ktransformer2.monitor import MetricsServer, serve_metrics
 from tests.conftest import REPOSITORY
 
 MARK = "<!-- From here on written by UPDATE_SNAPSHOTS=1 pytest tests/test_api.py, out of the docstrings. -->\n"
@@ -38,9 +41,14 @@ SHOWN: dict[Any, Collection[str] | None] = {
     k.attach: None,
     Attachment: {*vars(Attachment)} - {"__init__"},
     CallUsage: None,
-    KVCache: {"stats", "clear", "tier_stats"},
+    KVCache: {"stats", "clear", "explain", "tier_stats"},
+    Advice: {*vars(Advice)} - {"__init__", "end"},
+    Pin: {"num_tokens"},
+    TraceRecorder: {"__init__"},
     CacheStats: None,
     LowerStats: None,
+    serve_metrics: None,
+    MetricsServer: {"close"},
 }
 _CUT = "\n# 8< -\n"
 

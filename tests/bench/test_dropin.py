@@ -28,7 +28,8 @@ def options(saved: str, *parts: str) -> BenchOptions:
 
 def test_decoding_and_the_second_call_are_measured(saved: str) -> None:
     outcome = dropin.run(options(saved, "decode", "attach"))
-    assert set(outcome.summary) == set(targets_of("dropin")) - {"dropin_mismatch_fp32"}
+    answers = {"dropin_mismatch_fp32", "dropin_mismatch_bf16", "dropin_near_tie_share_bf16"}
+    assert set(outcome.summary) == set(targets_of("dropin")) - answers
     contenders = [row["contender"] for row in outcome.rows if "contender" in row]
     assert contenders == ["dropin", "static", "masked", "stock"]
     assert [row["call"] for row in outcome.rows if "call" in row] == ["cold", "warm"]
@@ -40,8 +41,11 @@ def test_decoding_and_the_second_call_are_measured(saved: str) -> None:
 
 def test_answers_are_compared_through_every_door(saved: str) -> None:
     outcome = dropin.run(BenchOptions(quick=True, model=saved, max_tokens=60, num_prompts=4, parts=("answers",)))
-    assert outcome.summary == {"dropin_mismatch_fp32": 0}
-    assert len(outcome.rows) == 6 * 3  # ways, doors
+    assert set(outcome.summary) == {"dropin_mismatch_fp32", "dropin_mismatch_bf16", "dropin_near_tie_share_bf16"}
+    assert outcome.summary["dropin_mismatch_fp32"] == 0
+    ties = sum(row["near_ties"] for row in outcome.rows)
+    assert outcome.summary["dropin_near_tie_share_bf16"] == ties / sum(row["answers"] for row in outcome.rows[18:])
+    assert len(outcome.rows) == 2 * 6 * 3  # dtypes, ways, doors
     assert {row["answers"] for row in outcome.rows} == {1, 4}
 
 
@@ -54,8 +58,8 @@ def test_a_wrong_answer_is_a_mismatch(saved: str, monkeypatch: pytest.MonkeyPatc
         return found
 
     monkeypatch.setattr(dropin, "_through_the_doors", spoiled)
-    outcome = dropin.run(BenchOptions(quick=True, model=saved, max_tokens=40, num_prompts=2, parts=("answers",)))
-    assert outcome.summary == {"dropin_mismatch_fp32": 1}
+    alone = BenchOptions(quick=True, dtype="fp32", model=saved, max_tokens=40, num_prompts=2, parts=("answers",))
+    assert dropin.run(alone).summary == {"dropin_mismatch_fp32": 1}
 
 
 def test_the_faster_way_is_the_one_of_the_smaller_median() -> None:

@@ -76,6 +76,8 @@ dropin        dropin_decode_vs_hf_stock_8k   reported
 dropin        dropin_kv_bytes_vs_fp16        <= 0.525
 dropin        attach_warm_speedup            >= 20
 dropin        dropin_mismatch_fp32           == 0
+dropin        dropin_mismatch_bf16           == 0
+dropin        dropin_near_tie_share_bf16     <= 0.05
 """
 _PART_3 = """
 monitor       figures_cost_ratio             <= 0.01

@@ -29,7 +29,10 @@ class Pin:
 
 
 class Advice:
-    """`KVCache.advice`. Every call is its owner's; those that return a number say how many blocks heard them."""
+    """`KVCache.advice`. Every call is its owner's; those that return a number say how many blocks heard them.
+
+    `token_ids`: a text from its beginning, under its `salt`. Times are seconds.
+    """
 
     def __init__(self, prefixes: Prefixes, residency: Residency, config: CacheConfig, owner: Owner) -> None:
         """`owner` is the cache's."""
@@ -60,7 +63,7 @@ class Advice:
             self._residency.unpin(pin.blocks[::-1])
 
     def prioritise(self, token_ids: Sequence[int], priority: int, salt: bytes = b"") -> int:
-        """Above 0: goes after all that has less; below 0: before all that has more; 0: as the policy says.
+        """`priority` above 0: goes after all that has less; below 0: before all that has more; 0: as the policy says.
 
         Raises: ConfigError beyond 100 either way.
         """

@@ -98,8 +98,8 @@ class KVCache:
     ) -> Explanation:
         """Why `match`, by default what `match(token_ids, salt)` finds now, is not more. Side effects: none.
 
-        `across_salts`: whether another salt's text may be named as the reason. That is for whoever runs the cache, not
-        for those whom salts keep apart.
+        `token_ids`: the prompt, under its `salt`. `across_salts`: whether another salt's text may be named as the
+        reason. That is for whoever runs the cache, not for those whom salts keep apart.
         """
         match = match or self.match(token_ids, salt)
         found = self._prefixes.explain(token_ids, salt, match, self._clock(), across_salts=across_salts)
