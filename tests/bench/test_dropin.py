@@ -43,8 +43,9 @@ def test_answers_are_compared_through_every_door(saved: str) -> None:
     outcome = dropin.run(BenchOptions(quick=True, model=saved, max_tokens=60, num_prompts=4, parts=("answers",)))
     assert set(outcome.summary) == {"dropin_mismatch_fp32", "dropin_mismatch_bf16", "dropin_near_tie_share_bf16"}
     assert outcome.summary["dropin_mismatch_fp32"] == 0
-    ties = sum(row["near_ties"] for row in outcome.rows)
-    assert outcome.summary["dropin_near_tie_share_bf16"] == ties / sum(row["answers"] for row in outcome.rows[18:])
+    bf16: list[Any] = outcome.rows[18:]
+    ties, answers = (sum(row[name] for row in bf16) for name in ("near_ties", "answers"))
+    assert outcome.summary["dropin_near_tie_share_bf16"] == ties / answers
     assert len(outcome.rows) == 2 * 6 * 3  # dtypes, ways, doors
     assert {row["answers"] for row in outcome.rows} == {1, 4}
 

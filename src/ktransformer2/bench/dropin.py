@@ -151,9 +151,10 @@ def _answers(loaded: LoadedModel, dtype: str, options: BenchOptions) -> Result:
         say(f"the answers of transformers: {way.name}")
         for door in _DOORS:
             wrong, ties = _judged(loaded, way, found[way.name, door], num_new)
-            total.update(answers=sum(map(len, way.batches)), mismatches=wrong, near_ties=ties)
-            row = {"part": f"answers of {num_new} tokens in {dtype}, beside DynamicCache", "way": way.name, "door": door}
-            rows.append(row | {"answers": sum(map(len, way.batches)), "mismatches": wrong, "near_ties": ties})
+            counts = {"answers": sum(map(len, way.batches)), "mismatches": wrong, "near_ties": ties}
+            total.update(counts)
+            part = f"answers of {num_new} tokens in {dtype}, beside DynamicCache"
+            rows.append({"part": part, "way": way.name, "door": door, **counts})
     summary = {f"dropin_mismatch_{dtype}": float(total["mismatches"])}
     if dtype == "bf16":
         summary["dropin_near_tie_share_bf16"] = total["near_ties"] / total["answers"]

@@ -38,8 +38,8 @@ class CacheObserver(Protocol):
 class TraceRecorder:
     """Writes a line for every request that is released, when it is `KVCache.observer`.
 
-    `file` takes text, one JSON object a line; it is the caller's to close. `block_tokens`: the cache's. `clock`: seconds.
-    `num_requests`: lines written. `error`: what ended the recording, which ends no request.
+    `file` takes text, one JSON object a line, and is the caller's to close. `block_tokens`: the cache's. `clock`:
+    seconds. `num_requests`: lines written. `error`: what ended the recording, which ends no request.
     """
 
     def __init__(self, file: IO[str], block_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
