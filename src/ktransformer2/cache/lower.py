@@ -46,9 +46,8 @@ class LowerStats:
     are from. Prompts waited `fetch_s` for their blocks, and `held_s` of that when it was their turn.
 
     Down. `written_blocks` with `written_bytes` were kept by a tier, `failed_blocks` by none; beside a tier that
-    outlives the process, host memory does not count. `skipped_blocks` by why
-    they were not copied: queue or buffer were full, no room for the copy, they or their parents had left. The writer's
-    thread took `writer_cpu_s` of a processor.
+    outlives the process, host memory does not count. `skipped_blocks` by why they were not copied: queue or buffer were
+    full, no room for the copy, they or their parents had left. The writer's thread took `writer_cpu_s` of a processor.
 
     Now. `staged_bytes` are in flight; `held_blocks` and `held_bytes` by tier, `limit_bytes` too; `failures` by tier and
     kind.
