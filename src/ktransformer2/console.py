@@ -35,8 +35,8 @@ def format_seconds(seconds: float) -> str:
     return f"{whole} s" if whole < 60 else f"{whole // 60} min {whole % 60:02d} s"
 
 
-def closing_line(usage: Usage, kv_bytes: int) -> str:
-    """What an answer cost: tokens in, of them cached, out, time to the first token, bytes of the cache.
+def closing_line(usage: Usage, kv_bytes: int | None = None) -> str:
+    """What an answer cost: tokens in, of them cached, out, time to the first token, bytes of the cache if known.
 
     Where a tier had kept some: `restored` from there, and `reused` in all.
     """
@@ -44,10 +44,8 @@ def closing_line(usage: Usage, kv_bytes: int) -> str:
     if usage.num_restored:
         cached = f"restored {usage.num_restored:,}, reused {usage.cached_tokens:,}"
     first = "none" if usage.ttft_s is None else format_seconds(usage.ttft_s)
-    return (
-        f"{usage.prompt_tokens:,} tokens in ({cached}) | {usage.new_tokens:,} out | "
-        f"first token {first} | KV {format_bytes(kv_bytes)}"
-    )
+    kv = "" if kv_bytes is None else f" | KV {format_bytes(kv_bytes)}"
+    return f"{usage.prompt_tokens:,} tokens in ({cached}) | {usage.new_tokens:,} out | first token {first}{kv}"
 
 
 class Phases:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import stat
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from ktransformer2.bench import llama_slots
+from ktransformer2.bench import llama_slots, xllamacpp_server
 from ktransformer2.bench.outcome import BenchOptions
 from ktransformer2.bench.prefix import prefix_tokens, run
 from ktransformer2.bench.prefix_process import Task, perform
@@ -20,6 +22,7 @@ from ktransformer2.bench.valkey_server import server_program
 
 RESTART = {"restart_speedup", "restart_reused_share", "restart_vs_handmade"}
 VALKEY = {"valkey_speedup"}
+SALT = {"salt_foreign_tokens", "salt_own_share", "salt_time_difference"}
 # What llama-server says and does, as far as the bench asks it: a slot is the prompt that was read last.
 FAKE_LLAMA = """#!{python}
 import argparse, json, pathlib
@@ -78,7 +81,7 @@ def test_a_prefix_is_whole_blocks() -> None:
 
 
 def test_every_key_has_a_part() -> None:
-    assert set(targets_of("prefix")) == {"warm_overhead", "warm_speedup"} | RESTART | VALKEY
+    assert set(targets_of("prefix")) == {"warm_overhead", "warm_speedup"} | RESTART | VALKEY | SALT
 
 
 def test_in_memory(tiny_model_folder: Path) -> None:
@@ -129,13 +132,53 @@ def test_a_server_that_is_not_there_is_named(tiny_model_folder: Path, monkeypatc
     assert str(row["way"]).startswith("no valkey-server or redis-server is on the PATH")
 
 
+def test_another_salts_text_is_nobodys(tiny_model_folder: Path) -> None:
+    outcome = run(options(tiny_model_folder, "salt"))
+    assert set(outcome.summary) == SALT
+    assert (outcome.summary["salt_foreign_tokens"], outcome.summary["salt_own_share"]) == (0, 1)
+    reused = {row["way"]: row["reused_tokens"] for row in outcome.rows}
+    assert reused == {"another salt's text": 0, "nobody's text": 0, "its own text": 192}
+
+
 # --- llama.cpp
 
 
 def test_llama_cpp_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(xllamacpp_server, "PACKAGE", "no_such_package")
     (row,) = llama_slots.rows("part", Task("kept", 256, 0, "fp32"), BenchOptions(quick=True))
-    assert row["way"] == "llama.cpp, slot saved and restored: no llama-server is on the PATH"
+    missing = "no llama-server is on the PATH, and xllamacpp is not installed"
+    assert row["way"] == f"llama.cpp, slot saved and restored: {missing}"
+
+
+def test_a_llama_cpp_that_fails_is_named_with_its_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "llama-server"
+    program.write_text("#!/bin/sh\nexit 3\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(llama_slots, "_program", lambda: [str(program)])
+    asked = BenchOptions(quick=True, model="some/model.gguf")
+    (row,) = llama_slots.rows("part", Task("kept", 256, 0, "fp32"), asked)
+    assert str(row["way"]).startswith("llama.cpp, slot saved and restored: ")
+    assert "3" in str(row["way"])
+
+
+def test_the_package_serves_as_the_program_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the package is told, by a stand-in: its own server is llama.cpp's."""
+    told: list[Any] = []
+    package = SimpleNamespace(
+        CommonParams=lambda: SimpleNamespace(
+            model=SimpleNamespace(), cpuparams=SimpleNamespace(), cpuparams_batch=SimpleNamespace()
+        ),
+        Server=told.append,
+    )
+    monkeypatch.setitem(sys.modules, "xllamacpp", package)
+    monkeypatch.setattr("signal.pause", lambda: None)
+    words = ["-m", "x.gguf", "--slot-save-path", "/slots/", "-np", "1", "-c", "300", "-t", "2"]
+    xllamacpp_server.serve([*words, "--host", "127.0.0.1", "--port", "9"])
+    (params,) = told
+    assert (params.model.path, params.slot_save_path, params.n_parallel, params.n_ctx) == ("x.gguf", "/slots/", 1, 300)
+    assert (params.cpuparams.n_threads, params.cpuparams_batch.n_threads) == (2, 2)
+    assert (params.hostnames, params.port) == (["127.0.0.1"], 9)
 
 
 def test_llama_cpp_restores_a_slot_in_a_new_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

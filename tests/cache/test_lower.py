@@ -198,6 +198,34 @@ def test_a_parent_that_a_tier_lost_is_written_again(tier: MemoryTier) -> None:
     assert parents_first(tier)
 
 
+def test_what_host_memory_alone_has_is_not_kept(tier: MemoryTier) -> None:
+    """The disk refused what the host took: the orderly end offers it again, also what came up from there."""
+    host = MemoryTier("host")
+    cache = cache_over(host, tier)
+    tier.fails.add("put")
+    seen_twice(cache, TEXT)
+    write(cache)
+    assert (len(host.blocks), len(tier.blocks)) == (FULL_BLOCKS, 0)
+    assert (figures(cache).written_blocks, figures(cache).failed_blocks) == (0, FULL_BLOCKS)
+    cache.clear()
+    cache.release(fetched(cache, TEXT))
+    assert figures(cache).restored_tokens == {"host": FULL_BLOCKS * 16}
+    tier.fails.clear()
+    cache.close()
+    assert len(tier.blocks) == FULL_BLOCKS
+    assert parents_first(tier)
+
+
+def test_where_only_host_memory_is_it_counts(tier: MemoryTier) -> None:
+    host = MemoryTier("host")
+    cache = cache_over(host)
+    seen_twice(cache, TEXT)
+    write(cache)
+    assert figures(cache).written_blocks == FULL_BLOCKS
+    cache.close()
+    assert len(host.transfers) == 1, "nothing is offered twice"
+
+
 def test_the_end_does_not_try_for_ever_where_nothing_is_taken(tier: MemoryTier) -> None:
     cache = cache_over(tier, staging_bytes=1)  # one block at a time
     table = start(cache, TEXT)

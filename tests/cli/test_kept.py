@@ -63,6 +63,39 @@ def test_clear_deletes_all_of_it(directory: Path) -> None:
     assert b"\7" * 64 not in b"".join(each.read_bytes() for each in directory.iterdir())
 
 
+def test_a_text_is_pinned_and_unpinned_by_the_id_of_its_last_block(directory: Path) -> None:
+    def pinned() -> list[str]:
+        listed = found("ls", "--disk", "--directory", directory)["blocks"]
+        return [block["id"] for block in listed if block["pinned"]]
+
+    last = key(NUM_BLOCKS - 1).hex()[:12]
+    assert pinned() == []
+    assert found("pin", last, "--directory", directory) == {"id": last}
+    assert pinned() == [last]
+    assert invoke("cache", "unpin", last, "--directory", directory).stdout == f"Unpinned {last}.\n"
+    assert pinned() == []
+    both = key(3).hex()[:12]
+    found("pin", both, "--directory", directory)
+    assert pinned() == [both, both], "one in each layer group"
+
+
+@pytest.mark.parametrize("command", ["pin", "unpin"])
+def test_an_id_that_names_no_block_is_told(directory: Path, tmp_path: Path, command: str) -> None:
+    for name in ("0123456789ab", "ff", "zz" * 6):
+        said = failed(invoke("cache", command, name, "--directory", directory), EXIT_USAGE)
+        assert f"'{name}' names no block in {directory}; `ktransformer cache ls --disk` has their ids" in said
+    nothing = failed(invoke("cache", command, "0123456789ab", "--directory", tmp_path / "none"), EXIT_USAGE)
+    assert nothing == f"error: nothing was kept in {tmp_path / 'none'}"
+
+
+def test_more_than_a_share_of_the_limit_cannot_be_pinned(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ktransformer2.tiers.disk_pins._PINNED_SHARE", 1e-6)
+    last = key(NUM_BLOCKS - 1).hex()[:12]
+    said = failed(invoke("cache", "pin", last, "--directory", directory), EXIT_USAGE)
+    assert f"{last} is not pinned: with it pins would hold more than half of the limit" in said
+    assert not (directory / "pins").exists()
+
+
 def test_gc_takes_files_of_older_formats(directory: Path) -> None:
     old = directory / "0000000001.v0.kv"
     old.write_bytes(b"x" * 100_000)

@@ -28,6 +28,11 @@ def test_auto_is_four_fifths_of_what_weights_and_workspace_leave() -> None:
     assert auto_memory_bytes(Memory(6 * GB, 10 * GB), 2 * GB, 1 * GB, 100 * GB) == 2_400_000_000
 
 
+def test_what_the_host_tier_takes_is_taken_off_first() -> None:
+    assert auto_memory_bytes(Memory(10 * GB).less(2 * GB), 2 * GB, 1 * GB, 100 * GB) == 4_000_000_000
+    assert Memory(10 * GB, 6 * GB).less(2 * GB) == Memory(8 * GB, 4 * GB)
+
+
 def test_auto_is_never_more_than_is_of_use() -> None:
     assert auto_memory_bytes(Memory(100 * GB), 0, 0, 3 * GB) == 3 * GB
 

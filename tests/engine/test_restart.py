@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ktransformer2.engine.llm import LLM
+from ktransformer2.engine.memory_budget import Memory
 from ktransformer2.engine.sampling import SamplingParams
 from ktransformer2.errors import ConfigError
+from ktransformer2.models.loading import load_model
 
 PARAMS = SamplingParams(8, ignore_eos=True)
 TEXT = "The parties agree as follows. " * 30
@@ -32,6 +35,73 @@ def test_the_second_run_reuses_all_full_blocks_of_the_prompt(tiny_model_folder: 
     stats = llm.cache.tier_stats()
     assert stats is not None
     assert stats.held_blocks["disk"] > 0
+
+
+def test_an_adapter_that_was_loaded_afterwards_is_another_model(tiny_model_folder: Path, tmp_path: Path) -> None:
+    """As PEFT does it: a layer takes the place of another, and the model's files are the same."""
+    cached: list[int] = []
+    for scale in (None, 1.0, 2.0, 1.0, None):
+        loaded = load_model(tiny_model_folder, dtype="float32")
+        if scale is not None:
+            attention: Any = loaded.model.model.get_submodule("model.layers.0.self_attn")
+            attention.v_proj = Adapted(attention.v_proj, scale)
+        with LLM(loaded, persist=tmp_path / "kv", memory="64MB", block_tokens=16) as llm:
+            cached.append(llm.generate(TEXT, PARAMS)[0].usage.cached_tokens)
+    assert cached[:3] == [0, 0, 0]
+    assert cached[3] == cached[4] > 500
+
+
+class Adapted(torch.nn.Module):
+    """A layer with an adapter, as PEFT's layers say it."""
+
+    def __init__(self, base_layer: torch.nn.Module, scale: float) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self._active_adapter, self._disable_adapters, self.scaling = ["one"], False, {"one": scale}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.base_layer(x) * (1 + self.scaling["one"])
+        return found
+
+
+def test_a_model_that_was_used_is_still_the_one_of_its_files(tiny_model_folder: Path, tmp_path: Path) -> None:
+    loaded = load_model(tiny_model_folder, dtype="float32")
+    for _ in range(2):
+        with LLM(loaded, persist=tmp_path / "kv", memory="64MB") as llm:
+            llm.generate(TEXT, PARAMS)
+    assert loaded.model.lasting_fingerprint() == loaded.model.fingerprint
+    loaded.model.model.get_submodule("model.layers.0").register_forward_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match="nothing of this model can be kept for the next process: module 'model"):
+        LLM(loaded, persist=tmp_path / "kv", memory="64MB")
+    with LLM(loaded, memory="64MB", host_bytes=2**20):
+        pass  # what ends with the process needs no name
+
+
+def test_a_prefill_that_was_cancelled_is_found_again_on_disk(tiny_model_folder: Path, tmp_path: Path) -> None:
+    """Ctrl-C in the middle of a long prompt: its full blocks are kept, and the same prompt hits them, also later."""
+    options = {**OPTIONS, "max_step_tokens": 100, "persist": tmp_path / "kv"}
+    with LLM(tiny_model_folder, **options) as llm:
+        chunks = llm.stream(TEXT, PARAMS)
+        while (next(chunks).prefill or (0, 0))[0] < 300:
+            pass
+        chunks.close()
+        again = llm.stream(TEXT, PARAMS)
+        assert (next(again).prefill or (0, 0))[0] == 300 // 16 * 16 + 100, "it goes on behind the last full block"
+        again.close()
+    with LLM(tiny_model_folder, **options) as llm:
+        (output,) = llm.generate(TEXT, PARAMS)
+    assert output.usage.restored_tokens == {"disk": 388 // 16 * 16}
+
+
+def test_memory_auto_leaves_what_the_host_tier_may_take(
+    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Memory, "measure", lambda: Memory(10**9))
+    limits = []
+    for host_bytes in (0, 10**8):
+        with LLM(tiny_model_folder, dtype="float32", host_bytes=host_bytes) as llm:
+            limits.append(llm.cache.config.memory_bytes)
+    assert limits[0] - limits[1] == pytest.approx(0.8 * 10**8, abs=1)
 
 
 def test_a_library_keeps_nothing_unless_it_is_asked(tiny_model_folder: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -455,6 +456,133 @@ def test_memory_goes_back_at_detach_and_with_a_forgotten_model() -> None:
     assert gone() is None
 
 
+def _merge(model: PreTrainedModel) -> None:
+    model.get_parameter("model.layers.1.self_attn.v_proj.weight").data += 0.3
+
+
+def _write(model: PreTrainedModel) -> None:
+    weight = model.get_parameter("model.layers.0.self_attn.k_proj.weight")
+    weight.data.copy_(weight.data.flip(0))
+
+
+def _stretch(model: PreTrainedModel) -> None:
+    model.get_buffer("model.rotary_emb.inv_freq").data.mul_(0.5)
+
+
+def _steer(model: PreTrainedModel) -> None:
+    model.get_submodule("model.layers.0.mlp").register_forward_hook(lambda module, given, found: found + 1.0)
+
+
+def _patch(model: PreTrainedModel) -> None:
+    mlp = model.get_submodule("model.layers.0.mlp")
+    before = mlp.forward
+    mlp.forward = lambda *given: 2 * before(*given)
+
+
+# --- tiers
+
+
+def test_a_prompt_is_found_again_in_the_next_attachment(tmp_path: Path) -> None:
+    """As after a restart: another model object with the same weights, another cache, one directory."""
+    kept = tmp_path / "kv"
+    answers = []
+    for found in (0, 90 // BLOCK * BLOCK):
+        model = small("llama", attention="sdpa")
+        with attached(model, persist=kept) as held:
+            answers.append(generated(model, draw(1, 91)))
+            assert held.usage == CallUsage(91, found)
+            assert held.stats().restored_tokens == ({"disk": found} if found else {})
+    assert torch.equal(*answers)
+    assert torch.equal(answers[0], generated(small("llama", attention="sdpa"), draw(1, 91)))
+
+
+def test_rows_that_share_a_beginning_come_up_once(tmp_path: Path) -> None:
+    inputs = draw(3, 60)
+    inputs["input_ids"][1, :40] = inputs["input_ids"][0, :40]
+    usages = []
+    for _ in range(2):
+        model = small("llama", attention="sdpa")
+        with attached(model, persist=str(tmp_path / "kv")) as held:
+            generated(model, inputs)
+            usages.append(held.usage.cached_tokens)
+            stats = held.cache.tier_stats()
+            assert stats is not None
+            assert stats.late_blocks == stats.homeless_blocks == 0
+    assert usages[1] >= 3 * (59 // BLOCK * BLOCK) > usages[0]
+
+
+@pytest.mark.parametrize("change", [_merge, _write, _stretch])
+def test_other_weights_find_nothing_on_disk(change: Callable[[Any], None], tmp_path: Path) -> None:
+    for changed in (False, True):
+        model = small("llama", attention="sdpa")
+        if changed:
+            change(model)
+        with attached(model, persist=tmp_path / "kv") as held:
+            generated(model, draw())
+            assert held.usage.cached_tokens == 0
+
+
+def test_what_a_changed_model_read_is_not_kept_under_the_name_of_the_first(tmp_path: Path) -> None:
+    model = small("llama", attention="sdpa")
+    with attached(model, persist=tmp_path / "kv"):
+        _merge(model)
+        generated(model, draw())
+    again = small("llama", attention="sdpa")
+    with attached(again, persist=tmp_path / "kv") as held:
+        generated(again, draw())
+        assert held.usage.cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "why"), [(_steer, "module 'model.layers.0.mlp' has a hook"), (_patch, "the forward of module")]
+)
+def test_a_model_with_a_hook_is_not_kept(change: Callable[[Any], None], why: str, tmp_path: Path) -> None:
+    model = small("llama", attention="sdpa")
+    change(model)
+    with pytest.raises(ConfigError, match=why):
+        attached(model, persist=tmp_path / "kv")
+    assert model.config._attn_implementation == "sdpa"
+    with attached(model):
+        generated(model, draw())
+
+
+def test_after_clear_nothing_is_found_on_disk_either(tmp_path: Path) -> None:
+    """`clear` is for changes that are not seen: what was read before them is not to be found."""
+    model = small("llama", attention="sdpa")
+    with attached(model, persist=tmp_path / "kv", write_policy="write_through") as held:
+        generated(model, draw())
+        assert held.cache._lower is not None
+        assert held.cache._lower._combiner.flush(10.0)
+        held.clear()
+        for found in (0, 44):
+            generated(model, draw())
+            assert held.usage.cached_tokens == found
+
+
+def test_nothing_is_kept_unless_it_is_asked(llama: PreTrainedModel, tmp_path: Path) -> None:
+    with attached(llama, disk_directory=str(tmp_path / "kv")) as held:
+        generated(llama, draw())
+        assert held.cache.tier_stats() is None
+    assert not (tmp_path / "kv").exists()
+
+
+def test_an_attachment_that_nobody_detached_keeps_what_it_read(tmp_path: Path) -> None:
+    model = small("llama", attention="sdpa")
+    attached(model, persist=tmp_path / "kv")
+    generated(model, draw())
+    del model
+    gc.collect()
+    again = small("llama", attention="sdpa")
+    with attached(again, persist=tmp_path / "kv") as held:
+        generated(again, draw())
+        assert held.usage.cached_tokens > 0
+
+
+def test_a_cache_that_is_told_no_token_says_that_it_cannot_last(llama: PreTrainedModel) -> None:
+    with pytest.raises(ConfigError, match="is told no token, so the next process could find nothing in it"):
+        DynamicKVCache(llama.config, persist=True)
+
+
 def test_clear_forgets_and_gives_back(llama: PreTrainedModel) -> None:
     with attached(llama) as held:
         generated(llama, draw(1, 100))
@@ -478,29 +606,6 @@ def test_changed_weights_find_nothing_that_others_computed(llama: PreTrainedMode
         ids = torch.cat([result.sequences, draw(1, 3)["input_ids"]], dim=1)
         following = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         assert torch.equal(generated(llama, following, cache), generated(bare, following))
-
-
-def _merge(model: PreTrainedModel) -> None:
-    model.get_parameter("model.layers.1.self_attn.v_proj.weight").data += 0.3
-
-
-def _write(model: PreTrainedModel) -> None:
-    weight = model.get_parameter("model.layers.0.self_attn.k_proj.weight")
-    weight.data.copy_(weight.data.flip(0))
-
-
-def _stretch(model: PreTrainedModel) -> None:
-    model.get_buffer("model.rotary_emb.inv_freq").data.mul_(0.5)
-
-
-def _steer(model: PreTrainedModel) -> None:
-    model.get_submodule("model.layers.0.mlp").register_forward_hook(lambda module, given, found: found + 1.0)
-
-
-def _patch(model: PreTrainedModel) -> None:
-    mlp = model.get_submodule("model.layers.0.mlp")
-    before = mlp.forward
-    mlp.forward = lambda *given: 2 * before(*given)
 
 
 @pytest.mark.parametrize("change", [_merge, _write, _stretch, _steer, _patch])

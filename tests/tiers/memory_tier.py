@@ -12,12 +12,12 @@ from ktransformer2.tiers.tier import ROOT, StoredBlock, TierStats
 class MemoryTier:
     """`gate`: while it is not set, `put` and `get` wait; `entered`: one of them was called.
 
-    `raises`, `fails`: names of calls that do. `most`: a short read. `says_yes`: a filter without use. `transfers`: the
-    keys of each `put` and `get`, in order.
+    `lasts`: as if it outlived the process; a host does not. `raises`, `fails`: names of calls that do. `most`: a
+    short read. `says_yes`: a filter without use. `transfers`: the keys of each `put` and `get`, in order.
     """
 
     def __init__(self, name: str = "memory", limit_blocks: int = 10**9) -> None:
-        self.name, self.limit_blocks = name, limit_blocks
+        self.name, self.limit_blocks, self.lasts = name, limit_blocks, name != "host"
         self.blocks: dict[bytes, StoredBlock] = {}
         self.gate = threading.Event()
         self.gate.set()

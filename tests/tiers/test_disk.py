@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -83,6 +84,16 @@ def test_a_block_behind_a_window_needs_no_parent(open_tier: Opener, tmp_path: Pa
     alone = block("a7", "a6", group=1, num_bytes=500)
     assert tier.put([alone]) == 1
     assert tier.get([alone.key]) == [alone.payload]
+
+
+def test_where_blocks_go_is_logged_at_the_first_write(tier: DiskTier, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "ktransformer2.tiers"):
+        tier.put([block("orphan", "nowhere")])
+        assert caplog.messages == []
+        tier.put(chain("a", 2))
+        tier.put(chain("b", 2))
+    (line,) = caplog.messages
+    assert re.fullmatch(rf"blocks are kept in {tier.directory}: \d+ of at most {tier.limits.limit_bytes} bytes", line)
 
 
 def test_a_block_is_written_once(tier: DiskTier) -> None:

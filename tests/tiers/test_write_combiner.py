@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from ktransformer2.tiers.tier import ROOT
 from ktransformer2.tiers.write_combiner import WriteCombiner
 from tests.tiers.memory_tier import MemoryTier, block, key
 
@@ -82,6 +83,16 @@ def test_one_tier_that_keeps_a_batch_is_enough(tier: MemoryTier) -> None:
     combiner.write_batch()
     assert combiner.take_failed() == []
     assert list(tier.blocks) == [key(0)]
+
+
+@pytest.mark.usefixtures("by_hand")
+def test_host_memory_does_not_count_beside_what_lasts(tier: MemoryTier) -> None:
+    tier.fails.add("put")
+    combiner = WriteCombiner([MemoryTier("host"), tier], limit_bytes=1000)
+    combiner.offer(block(0))
+    combiner.write_batch()
+    assert combiner.take_failed() == [key(0), ROOT]
+    assert (combiner.stats().written_blocks, combiner.stats().failed_blocks) == (0, 1)
 
 
 def test_a_thread_writes_by_itself(tier: MemoryTier) -> None:

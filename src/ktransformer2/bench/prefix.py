@@ -3,8 +3,9 @@
     memory    a new question behind a prefix that lies in memory, beside the question alone in a sequence that has the
               prefix already, and beside reading everything
     restart   the same in a new process after an orderly end, pages dropped, beside a DynamicCache of transformers that
-              is saved and loaded by hand with torch, and beside llama.cpp's slots where a llama-server is found
+              is saved and loaded by hand with torch, and beside llama.cpp's slots where it is installed
     valkey    the same from a server, where a valkey-server or redis-server is found
+    salt      a text that another salt has read, beside one that nobody has: `prefix_salt`
 
 The prefix is 8,000 tokens, 125 whole blocks. Every reading asks another question, so only the prefix can be found.
 """
@@ -20,7 +21,7 @@ from statistics import median
 
 import torch
 
-from ktransformer2.bench import llama_slots
+from ktransformer2.bench import llama_slots, prefix_salt
 from ktransformer2.bench.cold_files import drop_pages, scratch
 from ktransformer2.bench.outcome import BenchOptions, Outcome, say
 from ktransformer2.bench.prefix_process import BY_HAND, SUFFIX_TOKENS, Reading, Task, Text, first_token
@@ -32,7 +33,7 @@ from ktransformer2.engine.llm import LLM
 from ktransformer2.models.batch import FlatBatch
 from ktransformer2.models.loading import LoadedModel
 
-PARTS = ("memory", "restart", "valkey")
+PARTS = ("memory", "restart", "valkey", "salt")
 FULL_TOKENS, QUICK_TOKENS = 8_000, 512
 _UNALIGNED_TOKENS = 31  # fewer: the prefix then ends inside a block
 Row = dict[str, object]
@@ -46,6 +47,7 @@ def run(options: BenchOptions) -> Outcome:
         "memory": lambda: _memory(load_subject(options, dtype), num_tokens, options),
         "restart": lambda: _restart(Task("kept", num_tokens, 0, dtype, options.model), options),
         "valkey": lambda: _valkey(Task("kept", num_tokens, 0, dtype, options.model), options),
+        "salt": lambda: prefix_salt.measure(load_subject(options, dtype), options),
     }
     rows: list[Row] = []
     summary: dict[str, float] = {}

@@ -106,6 +106,9 @@ prefix restart_speedup           >= 15
 prefix restart_reused_share      >= 0.99
 prefix restart_vs_handmade       <= 1.0
 prefix valkey_speedup            >= 5
+prefix salt_foreign_tokens       == 0
+prefix salt_own_share            >= 1
+prefix salt_time_difference      <= 0.05
 """
 
 

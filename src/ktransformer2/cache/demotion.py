@@ -9,7 +9,8 @@
 Knows no token and no file. Copies are bounded per call and charged to the limit; nothing waits but `end`.
 
 That a block lies below is known of those that this process wrote or read, as long as its tiers do not deny it. A filter
-alone is no proof: one false positive in a chain, and nothing behind it could be kept.
+alone is no proof: one false positive in a chain, and nothing behind it could be kept. Where a tier outlives the process
+only such tiers count: what host memory alone has would be gone with it.
 
 Invariants: a block is offered after its parent; the bytes charged are those of payloads that the writer still holds.
 """
@@ -63,7 +64,7 @@ class Demotion:
         may_hold: Callable[[bytes], bool],
         policy: str,
     ) -> None:
-        """`may_hold`: False for a key that surely lies in no tier."""
+        """`may_hold`: False for a key that surely lies in no tier that lasts."""
         self._residency, self._arena, self._combiner = residency, arena, combiner
         self._may_hold, self._policy = may_hold, policy
         self.known = KnownKeys()

@@ -28,7 +28,7 @@ from ktransformer2.errors import ConfigError
 from ktransformer2.layout import NUMERICS_VERSION, ExtentLayout, ModelGeometry
 from ktransformer2.memory.arena import Arena
 from ktransformer2.tiers.prefetcher import Prefetcher
-from ktransformer2.tiers.tier import Lineage, Tier
+from ktransformer2.tiers.tier import Lineage, Tier, lasting
 from ktransformer2.tiers.write_combiner import WriteCombiner
 
 # Of the limit at most this share is in flight in each direction, whatever `staging_bytes` allows.
@@ -45,9 +45,9 @@ class LowerStats:
     a tier, and computing them was estimated to be faster. `restored_tokens` were found by prompts, by the tier they
     are from. Prompts waited `fetch_s` for their blocks, and `held_s` of that when it was their turn.
 
-    Down. `written_blocks` with `written_bytes` were kept by a tier, `failed_blocks` by none. `skipped_blocks` by why
-    they were not copied: queue or buffer were full, no room for the copy, they or their parents had left. The writer's
-    thread took `writer_cpu_s` of a processor.
+    Down. `written_blocks` with `written_bytes` were kept by a tier, `failed_blocks` by none; beside a tier that
+    outlives the process, host memory does not count. `skipped_blocks` by why they were not copied: queue or buffer were
+    full, no room for the copy, they or their parents had left. The writer's thread took `writer_cpu_s` of a processor.
 
     Now. `staged_bytes` are in flight; `held_blocks` and `held_bytes` by tier, `limit_bytes` too; `failures` by tier and
     kind.
@@ -108,7 +108,8 @@ class LowerTiers:
         largest = max(store.sealed_layout.extent_bytes for store in residency.stores)
         limit = max(min(config.staging_bytes, arena.stats.limit_bytes // _STAGING_SHARE), largest)
         self._combiner, self._prefetcher = WriteCombiner(tiers, limit), Prefetcher(tiers)
-        self._demotion = Demotion(residency, arena, self._combiner, self._lies_below, config.write_policy)
+        self._lasting = lasting(self.tiers)
+        self._demotion = Demotion(residency, arena, self._combiner, self._is_kept, config.write_policy)
         self._promotion = Promotion(residency, arena, self._prefetcher, limit, clock)
         self._clock = clock
         residency.retention.worth = self._worth
@@ -134,6 +135,10 @@ class LowerTiers:
 
     def _lies_below(self, stored_key: bytes) -> bool:
         return any(tier.may_hold(stored_key) for tier in self.tiers)
+
+    def _is_kept(self, stored_key: bytes) -> bool:
+        """Whether some tier that outlives the process may have it; of a host tier alone: whether that may."""
+        return any(tier.may_hold(stored_key) for tier in self._lasting)
 
     # --- down
 
@@ -185,8 +190,10 @@ class LowerTiers:
 
     def receive(self) -> None:
         """Take what came up; the start of a step."""
-        for key in self._promotion.receive():
-            self._demotion.known.add(key)
+        names = {tier.name for tier in self._lasting}
+        for key, name in self._promotion.receive():
+            if name in names:
+                self._demotion.known.add(key)
 
     def wait(self, limit_s: float) -> bool:
         """Sleep until something came up, at most `limit_s`."""

@@ -164,11 +164,14 @@ class Promotion:
 
     # --- a step
 
-    def receive(self) -> list[bytes]:
-        """Place what has come, and ask for more; the keys of what came. Bounded by what is in flight; never waits."""
-        arrived: list[bytes] = []
+    def receive(self) -> list[tuple[bytes, str]]:
+        """Place what has come, and ask for more; the keys of what came, each with the tier that had it.
+
+        Bounded by what is in flight; never waits.
+        """
+        arrived: list[tuple[bytes, str]] = []
         for arrival in self._prefetcher.arrivals():
-            arrived += arrival.keys[: len(arrival.payloads)]
+            arrived += zip(arrival.keys, arrival.tiers, strict=False)
             self._take(arrival)
         if self._fetches:
             self._drop_unwanted()

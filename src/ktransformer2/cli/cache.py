@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ktransformer2.cli import kept
+from ktransformer2.cli import kept, pins
 from ktransformer2.cli.guard import EXIT_USAGE, fail, reported, write
 from ktransformer2.cli.options import JsonFlag, KeyFileOption, UrlOption
 
@@ -102,6 +102,8 @@ def explain(
     write(json.dumps(found, ensure_ascii=False) + "\n" if as_json else _sentence(found))
 
 
+cache.command()(pins.pin)
+cache.command()(pins.unpin)
 cache.command()(kept.gc)
 cache.command()(kept.clear)
 cache.command()(kept.export)

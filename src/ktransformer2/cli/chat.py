@@ -28,9 +28,9 @@ from ktransformer2.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ktransformer2.cli.conversation import Conversation
+    from ktransformer2.cli.keeping import Keeping
+    from ktransformer2.cli.last_chat import LastChat
     from ktransformer2.cli.turns import Turn
     from ktransformer2.engine.llm import LLM
     from ktransformer2.engine.sampling import SamplingParams
@@ -56,11 +56,17 @@ def chat(
     repetition_penalty: RepetitionOption = 1.0,
     seed: SeedOption = None,
     persist: PersistFlag = None,
+    goes_on: Annotated[
+        bool, typer.Option("--continue", "-c", help="Go on with the last conversation, which was kept on disk.")
+    ] = False,
 ) -> None:
     """Talk with a model.
 
     /help in the chat lists what it understands; Ctrl-C stops an answer and keeps it.
     """
+    last = _last_chat(persist) if goes_on else None
+    if last is not None and model is None:
+        model = last.model
     opening = Opening.of(
         {"model": model, "memory": memory, "kv": kv, "dtype": dtype, "max_new_tokens": max_new_tokens}
         | {"persist": persistence(persist)},
@@ -70,22 +76,41 @@ def chat(
     from ktransformer2.cli.conversation import Conversation
     from ktransformer2.console import stderr_console
 
+    conversation = Conversation()
+    if last is not None:
+        conversation.go_on_from(last.messages)
+    if system is not None:
+        conversation.system = system
     console = stderr_console()
-    with opening.opened(console) as llm:
+    with opening.opened(console) as (llm, keeping):
         if not llm.tokenizer.chat_template:
             fail(
                 f"{llm.source} has no chat format; `ktransformer run {opening.model} --raw` continues a text",
                 EXIT_FAILED,
             )
-        code = Chat(llm, Conversation(system), opening.params, console).run()
+        if last is not None:
+            keeping.holds_chat = True
+            console.print(f"Going on after {len(last.messages)} messages; /clear forgets them.", style="dim")
+        code = Chat(llm, conversation, opening.params, keeping).run()
     raise typer.Exit(code)
+
+
+def _last_chat(persist: bool | None) -> LastChat:
+    """What `--continue` goes on with. Raises: ConfigError where none was kept, or nothing is to be read."""
+    from ktransformer2 import settings
+    from ktransformer2.cli.last_chat import LastChat
+    from ktransformer2.errors import ConfigError
+
+    if settings.resolve({"persist": persistence(persist)}).values["persist"] == "off":
+        raise ConfigError("--continue reads what was kept on disk, and --no-persist (persist = off) reads nothing")
+    return LastChat.read()
 
 
 class Chat:
     """One conversation on one model."""
 
-    def __init__(self, llm: LLM, conversation: Conversation, params: SamplingParams, console: Console) -> None:
-        self.llm, self.conversation, self.console = llm, conversation, console
+    def __init__(self, llm: LLM, conversation: Conversation, params: SamplingParams, keeping: Keeping) -> None:
+        self.llm, self.conversation, self.keeping, self.console = llm, conversation, keeping, keeping.console
         self._params = params
         self._code = 0
 
@@ -135,6 +160,7 @@ class Chat:
         write("\n" if output.text else "")
         if output.text or output.finish_reason != "cancelled":
             self.conversation.add(question, output.text)
+            self.keeping.keep_chat(self.conversation.messages)
         else:
             self.say("Stopped before the answer began; the question is not part of the conversation.")
         if output.finish_reason == "length":
@@ -142,6 +168,7 @@ class Chat:
                 f"(the answer was ended at {output.usage.new_tokens} tokens: --max-new-tokens)", style="yellow"
             )
         self.console.print(closing_line(output.usage, self.llm.cache.stats().held_bytes), style="bold", soft_wrap=True)
+        self.keeping.look()
 
     def _attached(self) -> str:
         names = ", ".join(self.conversation.attached)

@@ -71,17 +71,21 @@ class Conversation:
             found = json.loads(text)
         except ValueError as error:
             raise ConfigError(f"{path} is no JSON ({error})") from error
-        wrong = _why_no_messages(found)
+        wrong = why_no_messages(found)
         if wrong:
             raise ConfigError(f'{path}: {wrong}; wanted is a list of {{"role": "user", "content": "..."}}')
-        system = [message["content"] for message in found if message["role"] == "system"]
-        self.system = system[0] if system else None
-        self.turns = [dict(message) for message in found if message["role"] != "system"]
+        self.go_on_from(found)
         self._own_files.add(path.resolve())
 
+    def go_on_from(self, messages: list[Message]) -> None:
+        """These were said before, in place of this conversation. `why_no_messages` must find nothing wrong."""
+        system = [message["content"] for message in messages if message["role"] == "system"]
+        self.system = system[0] if system else None
+        self.turns = [dict(message) for message in messages if message["role"] != "system"]
 
-def _why_no_messages(found: object) -> str:
-    """What is wrong with the content of a file of messages; empty: nothing."""
+
+def why_no_messages(found: object) -> str:
+    """What is wrong with what a file holds in place of messages; empty: nothing."""
     if not isinstance(found, list) or not found:
         return "holds no list of messages"
     for place, message in enumerate(found):

@@ -20,12 +20,14 @@ from ktransformer2.cli.options import (
     PersistFlag,
     llm_options,
     persistence,
-    say_kept,
     say_kernels,
     some,
 )
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ktransformer2.demo.restart import Answer, LastQuestion
     from ktransformer2.demo.scenario import DemoOptions
 
 
@@ -56,11 +58,14 @@ def demo(
 ) -> None:
     """Show the cache at work on a real contract.
 
-    A real model reads it, answers two questions, and shows the memory it took.
+    A real model reads it, answers two questions, and shows the memory it took. What was read is kept on disk, and a
+    last question is asked in a new process, which finds it there.
     """
     from ktransformer2 import settings
+    from ktransformer2.cli.keeping import Keeping
     from ktransformer2.console import Phases, stderr_console
     from ktransformer2.demo import report
+    from ktransformer2.demo.restart import LastQuestion
     from ktransformer2.demo.scenario import ContractDemo
 
     flags = {"memory": memory, "kv": kv and kv.value, "max_new_tokens": max_new_tokens}
@@ -76,20 +81,40 @@ def demo(
     with phases.phase("weights"):
         loaded = demo_model(chosen.values["dtype"], _sources(source, wheel), wheel)
     with phases.phase("cache"):
-        llm = LLM(loaded, **llm_options(chosen))
+        given = llm_options(chosen)
+        llm = LLM(loaded, **given)
+    keeping = Keeping(llm, loaded.source, console)
     try:
         with llm:
             phases.ready()
             console.print(f"Model: {llm.source}. Kernels: {kernels}. Blocks: {llm.cache.config.kv}.", soft_wrap=True)
             result = ContractDemo(llm, options, (lambda _: None) if as_json else write, console).run()
     finally:
-        say_kept(llm, console)
+        keeping.end()
+    if given["persist"] == "on":
+        last = LastQuestion(
+            *(list(result.last_prompt), options.max_new_tokens, given, chosen.values["dtype"]),
+            *(list(_sources(source, wheel)), None if wheel is None else str(wheel)),
+        )
+        result = replace(result, restarted=_asked_in_a_new_process(last, as_json, console))
     if as_json:
         write(json.dumps({"model": str(llm.source), "kernels": kernels, **report.as_json(result)}) + "\n")
     else:
         with to_stdout():
             report.show(result)
     report.save_plot(result, png, console)
+
+
+def _asked_in_a_new_process(last: LastQuestion, as_json: bool, console: Console) -> Answer:
+    from ktransformer2.console import closing_line
+    from ktransformer2.demo.scenario import LAST_QUESTION
+
+    console.print("A new process loads the model, and is asked the last question ...", style="dim")
+    answer = last.ask()
+    if not as_json:
+        write(f"\nAfter a restart: {LAST_QUESTION}\n{answer.text}\n")
+    console.print(closing_line(answer.usage), style="bold")
+    return answer
 
 
 def _options(quick: bool, context: str | None, max_new_tokens: int | None) -> DemoOptions:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ktransformer2.tiers.disk import DiskTier
     from ktransformer2.tiers.disk_store import DiskLimits
 
+_ID_LENGTH = 12  # hexadecimal digits
 DirectoryOption = Annotated[
     Path | None,
     typer.Option(help="Where blocks lie; else the setting `disk_directory`.", file_okay=False, show_default=False),
@@ -31,8 +32,13 @@ def gc(directory: DirectoryOption = None, as_json: JsonFlag = False) -> None:
 
 @reported
 def clear(directory: DirectoryOption = None, as_json: JsonFlag = False) -> None:
-    """Delete everything that was kept on disk, of every model."""
-    _free(directory, as_json, lambda tier: tier.clear(), "Deleted {freed} in {directory}.")
+    """Delete everything that was kept on disk, of every model, and the conversation that chat --continue has."""
+    from ktransformer2.cli.last_chat import forget_last_chat
+
+    sentence = "Deleted {freed} in {directory}."
+    if directory is None and forget_last_chat():
+        sentence += " The last conversation is gone too."
+    _free(directory, as_json, lambda tier: tier.clear(), sentence)
 
 
 @reported
@@ -47,7 +53,7 @@ def export(
     from ktransformer2.tiers.exchange import export_blocks
 
     check_place(file, "FILE")
-    place, limits = _place(directory)
+    place, limits = kept_place(directory)
     if not place.is_dir():
         raise ConfigError(f"nothing was kept in {place}")
     try:
@@ -55,7 +61,7 @@ def export(
     except OSError as error:
         raise ConfigError(f"{file} cannot be written ({error})") from error
     found = {"num_blocks": done.num_blocks, "num_bytes": done.num_bytes, "file": str(file)}
-    _say(found, "Wrote {num_blocks:,} blocks, {size}, to {file}.", as_json)
+    say_done(found, "Wrote {num_blocks:,} blocks, {size}, to {file}.", as_json)
 
 
 @reported
@@ -67,30 +73,37 @@ def import_(
     """Keep the blocks of a file on disk, as if they had been read here."""
     from ktransformer2.tiers.exchange import import_blocks
 
-    place, limits = _place(directory)
+    place, limits = kept_place(directory)
     done = import_blocks(place, limits, file)
     found = {"num_blocks": done.num_blocks, "num_bytes": done.num_bytes, "directory": str(place)}
-    _say(found, "Kept {num_blocks:,} blocks, {size}, in {directory}.", as_json)
+    say_done(found, "Kept {num_blocks:,} blocks, {size}, in {directory}.", as_json)
 
 
 def listed(start: int, limit: int, directory: Path | None, as_json: bool) -> None:
-    """What `cache ls --disk` prints: a line a block, the newest use first; no key, no text."""
+    """What `cache ls --disk` prints: a line a block, the newest use first; no text.
+
+    The id is the beginning of the block's prefix hash: of a text and all before it.
+    """
     from ktransformer2.bench.report import table
     from ktransformer2.tiers.disk import DiskTier
+    from ktransformer2.tiers.disk_pins import pin_of, read_pins
 
-    place, limits = _place(directory)
-    entries = []
+    place, limits = kept_place(directory)
+    entries, pins = [], set()
     if place.is_dir():
+        pins = read_pins(place)
         tier = DiskTier(place, limits)
         entries = tier.entries()
         tier.close()
     rows = [
         {
+            "id": each.key.hex()[:_ID_LENGTH],
             "model": each.fingerprint.hex()[:12],
             "group": each.key[-1],
             "tokens": each.num_tokens,
             "bytes": each.num_bytes,
             "unused_s": round(each.age_s),
+            "pinned": pin_of(each) in pins,
         }
         for each in entries[start : start + limit]
     ]
@@ -104,7 +117,7 @@ def listed(start: int, limit: int, directory: Path | None, as_json: bool) -> Non
     write(f"{shown or 'No block.'}\n{len(entries):,} blocks of {len(models)} models in {place}\n{more}")
 
 
-def _place(directory: Path | None) -> tuple[Path, DiskLimits]:
+def kept_place(directory: Path | None) -> tuple[Path, DiskLimits]:
     """The directory and its bounds, from the settings in force."""
     from ktransformer2 import settings
     from ktransformer2.config import TierConfig
@@ -123,7 +136,7 @@ def _free(directory: Path | None, as_json: bool, free: Callable[[DiskTier], int]
     from ktransformer2.errors import ConfigError
     from ktransformer2.tiers.disk import DiskTier
 
-    place, limits = _place(directory)
+    place, limits = kept_place(directory)
     freed = 0
     if place.is_dir():
         tier = DiskTier(place, limits)
@@ -134,10 +147,10 @@ def _free(directory: Path | None, as_json: bool, free: Callable[[DiskTier], int]
         if failures := tier.stats().failures:
             kinds = ", ".join(f"{kind} {count}" for kind, count in failures.items())
             raise ConfigError(f"{place}: not everything could be done ({kinds}); end what uses it, and try again")
-    _say({"freed_bytes": freed, "directory": str(place)}, sentence, as_json)
+    say_done({"freed_bytes": freed, "directory": str(place)}, sentence, as_json)
 
 
-def _say(found: dict[str, object], sentence: str, as_json: bool) -> None:
+def say_done(found: dict[str, object], sentence: str, as_json: bool) -> None:
     from ktransformer2.config import format_bytes
 
     sizes = {name: format_bytes(value) for name, value in found.items() if isinstance(value, int)}

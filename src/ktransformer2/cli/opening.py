@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from ktransformer2.cli.options import llm_options, named_model, say_kept, say_kernels
+from ktransformer2.cli.options import llm_options, named_model, say_kernels
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ktransformer2.cli.keeping import Keeping
     from ktransformer2.engine.llm import LLM
     from ktransformer2.engine.sampling import SamplingParams
 
@@ -47,11 +48,12 @@ class Opening:
         return cls(named_model(chosen), llm_options(chosen), params)
 
     @contextmanager
-    def opened(self, console: Console) -> Iterator[LLM]:
-        """The model, until the end of the block; phases, times and what was kept on `console`.
+    def opened(self, console: Console) -> Iterator[tuple[LLM, Keeping]]:
+        """The model and what is kept of it, until the end of the block; phases, times and what was kept on `console`.
 
         Raises: what `LLM` raises.
         """
+        from ktransformer2.cli.keeping import Keeping
         from ktransformer2.console import Phases
 
         phases = Phases(console)
@@ -60,9 +62,10 @@ class Opening:
         say_kernels(console)
         with phases.phase("weights"):
             llm = LLM(self.model, **self.options)
+        keeping = Keeping(llm, self.model, console)
         try:
             with llm:
                 phases.ready()
-                yield llm
+                yield llm, keeping
         finally:  # closing writes most, after Ctrl-C and an error too
-            say_kept(llm, console)
+            keeping.end()

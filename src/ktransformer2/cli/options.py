@@ -14,7 +14,6 @@ from ktransformer2.cli.guard import EXIT_USAGE, fail
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ktransformer2.engine.llm import LLM
     from ktransformer2.settings import Settings
 
 
@@ -105,23 +104,6 @@ def llm_options(settings: Settings) -> dict[str, Any]:
             err=True,
         )
     return options | {"persist": "on" if kind is None else "off"}
-
-
-def say_kept(llm: LLM, console: Console) -> None:
-    """Where blocks were written and how much lies there now, once something was. After `close`, which writes most."""
-    from ktransformer2.config import format_bytes
-    from ktransformer2.tiers.opening import disk_directory
-
-    stats = llm.cache.tier_stats()
-    if stats is not None and stats.written_blocks and "disk" in stats.held_bytes:
-        held, limit = format_bytes(stats.held_bytes["disk"]), format_bytes(stats.limit_bytes["disk"])
-        console.print(
-            f"Kept for the next time: {held} of at most {limit} in {disk_directory(llm.tier_config)}; "
-            "--no-persist keeps nothing, `ktransformer cache clear` deletes it.",
-            style="dim",
-            soft_wrap=True,
-            highlight=False,
-        )
 
 
 def named_model(settings: Settings) -> str:

@@ -54,7 +54,8 @@ def plan(
         cache=CacheConfig.load(chosen.cache_values),
         engine=EngineConfig.load(chosen.engine_values),
     )
-    found = planning.plan(outline_of(name, dtype=chosen.values["dtype"]), wish, process_bytes, Memory.measure())
+    machine = Memory.measure().less(chosen.values["host_bytes"])
+    found = planning.plan(outline_of(name, dtype=chosen.values["dtype"]), wish, process_bytes, machine)
     write(json.dumps(as_object(found), indent=1) + "\n" if as_json else shown(found))
     if not found.fits:
         told, *ways = found.advice

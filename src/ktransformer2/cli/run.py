@@ -68,7 +68,7 @@ def run(
     from ktransformer2.console import Interrupt, closing_line, follow, stderr_console
 
     console = stderr_console()
-    with opening.opened(console) as llm:
+    with opening.opened(console) as (llm, _):
         chat = bool(llm.tokenizer.chat_template) and not raw
         messages = [{"role": "user", "content": text}]
         chunks = llm.stream_chat(messages, opening.params) if chat else llm.stream(text, opening.params)

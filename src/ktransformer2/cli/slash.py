@@ -53,6 +53,7 @@ def _help(chat: Chat, _: str) -> None:
 def _clear(chat: Chat, _: str) -> None:
     num_turns = len(chat.conversation.turns)
     chat.conversation.clear()
+    chat.keeping.forget_chat()
     kept = "; the system text is kept" if chat.conversation.system else ""
     chat.say(f"Forgot {num_turns} messages{kept}. Their blocks stay cached until room is needed.")
 

@@ -12,7 +12,8 @@ from ktransformer2.config import format_bytes
 from ktransformer2.console import format_seconds
 from ktransformer2.demo.memory_curve import MemoryCurve
 from ktransformer2.demo.plots import png_plot, terminal_plot
-from ktransformer2.demo.scenario import QUESTIONS, DemoResult
+from ktransformer2.demo.scenario import LAST_QUESTION, QUESTIONS, DemoResult
+from ktransformer2.engine.outputs import Usage
 from ktransformer2.errors import ConfigError
 
 
@@ -39,7 +40,7 @@ def sentences(result: DemoResult) -> list[str]:
     lines = [f"Reuse: {warm.cached_tokens:,} of the second question's {warm.prompt_tokens:,} tokens were in the cache."]
     if cold.num_restored:
         found = f"restored {cold.num_restored:,}, reused {cold.cached_tokens:,} of the first question's tokens"
-        lines.insert(0, f"Restart: {found}, which an earlier run had kept; --no-persist starts anew.")
+        lines.insert(0, f"Earlier run: {found}, which it had kept; --no-persist starts anew.")
     if cold.ttft_s and warm.ttft_s and cold.num_restored:
         lines.append(
             f"First token: {format_seconds(cold.ttft_s)} with what was kept, {format_seconds(warm.ttft_s)} warm."
@@ -49,6 +50,11 @@ def sentences(result: DemoResult) -> list[str]:
             f"First token: {format_seconds(cold.ttft_s)} cold, {format_seconds(warm.ttft_s)} warm "
             f"({cold.ttft_s / warm.ttft_s:.0f} times sooner)."
         )
+    if result.restarted is not None:
+        last = result.restarted.usage
+        found = f"restored {last.num_restored:,}, reused {last.cached_tokens:,} of the last question's"
+        first = "" if last.ttft_s is None else f"; first token {format_seconds(last.ttft_s)}"
+        lines.append(f"Restart: a new process {found} {last.prompt_tokens:,} tokens{first}.")
     peak, static = result.curve.peak_bytes, result.curve.static_bytes
     share = f"{100 * peak / static:.0f} % of a static cache's {format_bytes(static)}"
     freed = format_bytes(result.freed_bytes)
@@ -58,20 +64,14 @@ def sentences(result: DemoResult) -> list[str]:
 
 def as_json(result: DemoResult) -> dict[str, Any]:
     """The same, for programs."""
+    last = result.restarted
     return {
         "contract_characters": result.contract_characters,
         "answers": [
-            {
-                "question": question,
-                "text": output.text,
-                "prompt_tokens": output.usage.prompt_tokens,
-                "cached_tokens": output.usage.cached_tokens,
-                "restored_tokens": dict(output.usage.restored_tokens),
-                "new_tokens": output.usage.new_tokens,
-                "ttft_s": output.usage.ttft_s,
-            }
+            _answer_json(question, output.text, output.usage)
             for question, output in zip(QUESTIONS, result.outputs, strict=True)
         ],
+        "after_restart": None if last is None else _answer_json(LAST_QUESTION, last.text, last.usage),
         "static_bytes": result.curve.static_bytes,
         "peak_bytes": result.curve.peak_bytes,
         "freed_bytes": result.freed_bytes,
@@ -85,6 +85,18 @@ def as_json(result: DemoResult) -> dict[str, Any]:
             }
             for sample in result.curve.samples
         ],
+    }
+
+
+def _answer_json(question: str, text: str, usage: Usage) -> dict[str, Any]:
+    return {
+        "question": question,
+        "text": text,
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "restored_tokens": dict(usage.restored_tokens),
+        "new_tokens": usage.new_tokens,
+        "ttft_s": usage.ttft_s,
     }
 
 

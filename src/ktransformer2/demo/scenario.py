@@ -1,5 +1,7 @@
 """A contract is read once and asked twice; then the cache is cleared: what was reused, how fast, and the memory.
 
+Where blocks are kept on disk a last question is left for a new process.
+
 Knows the engine's public face and nothing below it. All that is random is the model of last resort, and it is seeded.
 """
 
@@ -17,6 +19,7 @@ from ktransformer2.demo.memory_curve import MemoryCurve, static_cache_bytes
 from ktransformer2.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ktransformer2.demo.restart import Answer
     from ktransformer2.engine.llm import LLM
     from ktransformer2.engine.outputs import RequestOutput, StreamChunk
 
@@ -24,6 +27,7 @@ QUESTIONS = (
     "Which two parties made this agreement, and what is it about?",
     "Which state's law governs this agreement?",
 )
+LAST_QUESTION = "How can this agreement be ended?"  # asked in a new process
 QUICK_CONTEXT_TOKENS = 1024
 QUICK_NEW_TOKENS = 16
 
@@ -38,12 +42,17 @@ class DemoOptions:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What happened. `contract_characters` of the contract were read; `freed_bytes` were given back by clear()."""
+    """What happened. `contract_characters` of the contract were read; `freed_bytes` were given back by clear().
+
+    `last_prompt`: the contract with the last question. `restarted`: the answer of a new process; None: none was asked.
+    """
 
     contract_characters: int
     outputs: tuple[RequestOutput, ...]
     curve: MemoryCurve
     freed_bytes: int
+    last_prompt: tuple[int, ...] = ()
+    restarted: Answer | None = None
 
 
 class ContractDemo:
@@ -62,12 +71,13 @@ class ContractDemo:
         outputs = [self._ask(text, question, number) for number, question in enumerate(QUESTIONS, start=1)]
         freed = self._llm.cache.clear()
         self._curve.sample(0, "clear()")
-        return DemoResult(len(text), tuple(outputs), self._curve, freed)
+        last_prompt = tuple(self._prompt(text, LAST_QUESTION))
+        return DemoResult(len(text), tuple(outputs), self._curve, freed, last_prompt)
 
     def _fitting_text(self) -> str:
         limit = self._context - self._options.max_new_tokens
-        whole = contract_text()
-        text = longest_fitting(whole, lambda part: max(len(self._prompt(part, q)) for q in QUESTIONS), limit)
+        whole, questions = contract_text(), (*QUESTIONS, LAST_QUESTION)
+        text = longest_fitting(whole, lambda part: max(len(self._prompt(part, q)) for q in questions), limit)
         if not text:
             raise ConfigError(
                 f"a context of {self._context} tokens leaves no room for the contract beside a question and an answer "
@@ -81,7 +91,7 @@ class ContractDemo:
         return text
 
     def _prompt(self, text: str, question: str) -> list[int]:
-        """The contract first, so that both questions have it in common."""
+        """The contract first, so that all questions have it in common."""
         tokenizer, prompt = self._llm.tokenizer, f"{text}\n\n{question}"
         if not tokenizer.chat_template:
             return tokenizer.encode(prompt)

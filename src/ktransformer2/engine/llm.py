@@ -10,7 +10,6 @@ Knows no step and no block. Invariant: a stream that is closed early, or an erro
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
 import os
 import weakref
@@ -24,13 +23,14 @@ from ktransformer2.cache.kv_cache import KVCache
 from ktransformer2.config import CacheConfig, EngineConfig, TierConfig, parse_bytes
 from ktransformer2.engine.detokenizer import Tokenizer, Vocabulary
 from ktransformer2.engine.engine import Engine
+from ktransformer2.engine.knobs import persistence, sorted_knobs
 from ktransformer2.engine.memory_budget import Memory, auto_memory_bytes, most_useful_bytes, workspace_bytes
 from ktransformer2.engine.outputs import EngineStats, RequestOutput, StreamChunk
 from ktransformer2.engine.sampling import SamplingParams
 from ktransformer2.errors import ConfigError, EmptyPromptError, OwnershipError, RequestError
 from ktransformer2.models.footprint import ModelFootprint
 from ktransformer2.models.loading import LoadedModel, load_model
-from ktransformer2.tiers.opening import asks_for_tiers, open_tiers
+from ktransformer2.tiers.opening import asks_for_tiers, open_tiers, outlives_process
 
 _log = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
@@ -60,7 +60,8 @@ class LLM:
         `persist`: keep what was read on disk, so that the next process need not read it again: True, or the directory
         where. Nothing is written to disk unless asked for ("auto"): the files tell what prompts said to whoever may
         read them, and a library does not write that somewhere by itself. False: to no `valkey_url` either. See
-        docs/tiers.md.
+        docs/tiers.md. Adapters and weights that were changed since `model` was loaded are noticed here, and what was
+        read with others is not found; change none while this is open.
         `config`: any other field of CacheConfig, EngineConfig and TierConfig.
         Raises: ConfigError, ModelError, OutOfMemoryError.
         """
@@ -69,7 +70,7 @@ class LLM:
                 f"LLM({type(model).__name__}) is not understood; give a folder, a file, a hub id or what load_model() "
                 "returned. A model of transformers keeps its own generate(): ktransformer2.attach(model)"
             )
-        settings = {"kv": kv, "block_tokens": block_tokens, **_persistence(persist), **config}
+        settings = {"kv": kv, "block_tokens": block_tokens, **persistence(persist), **config}
         cache_config, self.engine_config, self.tier_config = _configs(memory, settings)
         before = Memory.measure()
         if isinstance(model, LoadedModel):
@@ -79,12 +80,13 @@ class LLM:
         else:
             loaded = load_model(model, dtype=dtype)
         if memory == "auto":
-            cache_config = dataclasses.replace(
-                cache_config, memory_bytes=_auto_bytes(before, loaded, self.engine_config)
-            )
+            left = before.less(self.tier_config.host_bytes)
+            cache_config = dataclasses.replace(cache_config, memory_bytes=_auto_bytes(left, loaded, self.engine_config))
         self.source = loaded.source
         self.tokenizer: Tokenizer = loaded.tokenizer
-        self.cache = KVCache(loaded.model.geometry, cache_config, loaded.model.fingerprint)
+        lasts = outlives_process(self.tier_config)
+        fingerprint = loaded.model.lasting_fingerprint() if lasts else loaded.model.fingerprint
+        self.cache = KVCache(loaded.model.geometry, cache_config, fingerprint)
         vocabulary = Vocabulary(self.tokenizer, _end_tokens(loaded))
         self.engine = Engine(loaded.model, self.cache, vocabulary, self.engine_config)
         self._end = self._join_tiers()
@@ -260,27 +262,10 @@ class LLM:
 
 def _configs(memory: str | int, values: dict[str, Any]) -> tuple[CacheConfig, EngineConfig, TierConfig]:
     """Every setting to the config that has it. Raises ConfigError for one that none has."""
-    homes = (CacheConfig, EngineConfig, TierConfig)
-    own: dict[Any, dict[str, Any]] = {home: {} for home in homes}
-    home_of = {field.name: home for home in homes for field in dataclasses.fields(home)}
-    for name, value in values.items():
-        if name not in home_of:
-            near = difflib.get_close_matches(name, sorted(home_of), n=1)
-            known = "see CacheConfig, EngineConfig and TierConfig for what there is"
-            raise ConfigError(f"unknown setting {name!r}; {f'did you mean {near[0]!r}?' if near else known}")
-        own[home_of[name]][name] = value
+    of_cache, of_engine, of_tiers = sorted_knobs(values, (CacheConfig, EngineConfig, TierConfig))
     if memory != "auto":
-        own[CacheConfig]["memory_bytes"] = parse_bytes(memory)
-    return CacheConfig.load(own[CacheConfig]), EngineConfig.load(own[EngineConfig]), TierConfig.load(own[TierConfig])
-
-
-def _persistence(persist: bool | str | Path) -> dict[str, str]:
-    """`persist` as TierConfig has it."""
-    if isinstance(persist, bool):
-        return {"persist": "on" if persist else "off"}
-    if persist in ("auto", "on", "off"):
-        return {"persist": str(persist)}
-    return {"persist": "on", "disk_directory": str(persist)}
+        of_cache["memory_bytes"] = parse_bytes(memory)
+    return CacheConfig.load(of_cache), EngineConfig.load(of_engine), TierConfig.load(of_tiers)
 
 
 def _end(engine: Engine, cache: KVCache, process: int) -> None:

@@ -34,6 +34,11 @@ class Memory:
     def measure(cls) -> Memory:
         return cls(int(psutil.virtual_memory().available), cgroup_limit_bytes())
 
+    def less(self, num_bytes: int) -> Memory:
+        """What is left where so many bytes are taken for something else."""
+        limit = self.cgroup_limit_bytes
+        return Memory(self.available_bytes - num_bytes, None if limit is None else limit - num_bytes)
+
     @property
     def usable_bytes(self) -> int:
         limit = self.cgroup_limit_bytes

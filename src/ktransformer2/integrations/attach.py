@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -28,18 +29,20 @@ import torch
 from ktransformer2.cache.block import BlockTable
 from ktransformer2.cache.kv_cache import KVCache
 from ktransformer2.cache.stats import CacheStats
-from ktransformer2.config import CacheConfig, EngineConfig, parse_bytes
+from ktransformer2.config import CacheConfig, EngineConfig, TierConfig, parse_bytes
+from ktransformer2.engine.knobs import persistence, sorted_knobs
 from ktransformer2.engine.memory_budget import Memory, auto_memory_bytes, most_useful_bytes, workspace_bytes
 from ktransformer2.errors import ConfigError, EngineClosedError, UnsupportedModelError
 from ktransformer2.integrations import generate_call as call
 from ktransformer2.integrations.batch_rows import BatchRows
-from ktransformer2.integrations.model_state import model_state
 from ktransformer2.integrations.prompt_hook import CallUsage, PromptHook, RunningCall
 from ktransformer2.integrations.transformers_cache import DynamicKVCache
 from ktransformer2.models.footprint import ModelFootprint
 from ktransformer2.models.hf import HFModel, cache_keyword
+from ktransformer2.models.model_state import model_state
 from ktransformer2.models.probe import text_config
 from ktransformer2.models.registry import quiet_transformers
+from ktransformer2.tiers.opening import asks_for_tiers, open_tiers, outlives_process
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,11 +53,20 @@ _WHOLE_PROMPT = 2**31 - 1  # as prefill_chunk_size: prompts are read in chunks h
 _attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
-def attach(model: PreTrainedModel, *, kv: str = "auto", memory: str | int = "auto", **knobs: Any) -> Attachment:
+def attach(
+    model: PreTrainedModel,
+    *,
+    kv: str = "auto",
+    memory: str | int = "auto",
+    persist: bool | str | Path = "auto",
+    **knobs: Any,
+) -> Attachment:
     """From now on `model.generate` uses a cache that outlives the call, until `detach()` or the end of a `with`.
 
     `kv`: auto, full or int8, the form of full blocks. `memory`: the hard limit, such as "8GB"; auto: 0.8 x what the
-    machine has free. `knobs`: any other field of CacheConfig.
+    machine has free. `persist`: keep what was read on disk, so that the next process finds it: True, or the directory
+    where. Off unless asked for ("auto"): the files tell what prompts said to whoever may read them, and all weights
+    are hashed first. See docs/tiers.md. `knobs`: any other field of CacheConfig and TierConfig.
 
     What was read with other weights, buffers, hooks or PEFT adapters is not found: every call looks at them. It looks
     at 64 bytes of a tensor, which a write to a few others through `.data` leaves as they were, and not into a hook
@@ -62,26 +74,32 @@ def attach(model: PreTrainedModel, *, kv: str = "auto", memory: str | int = "aut
     Raises: ConfigError, OutOfMemoryError, UnsupportedModelError for a model that cannot be served exactly; the model
     is as it was then.
     """
-    return Attachment(model, kv, memory, knobs)
+    return Attachment(model, memory, {"kv": kv, **persistence(persist), **knobs})
 
 
 class Attachment:
     """A model's cache while it is attached. `cache.stats()` has the figures; `usage` those of the last call."""
 
-    def __init__(self, model: PreTrainedModel, kv: str, memory: str | int, knobs: Mapping[str, Any]) -> None:
+    def __init__(self, model: PreTrainedModel, memory: str | int, knobs: Mapping[str, Any]) -> None:
         if model in _attached:
             raise ConfigError("the model has a cache attached already; detach() it before another one is attached")
-        values = {"kv": kv, **knobs}
+        values, of_tiers = sorted_knobs(knobs, (CacheConfig, TierConfig))
         if memory != "auto":
             values["memory_bytes"] = parse_bytes(memory)
+        tiers = TierConfig.load(of_tiers)
         CacheConfig.load(values)  # a wrong knob is told before the model is looked at
+        lasts = outlives_process(tiers)
         with _left_as_it_was(model):
-            self._model = _taken_in(model)
+            self._model = _taken_in(model, lasts)
             if memory == "auto":
-                values["memory_bytes"] = _auto_bytes(self._model)
-            self.cache = KVCache(self._model.geometry, CacheConfig.load(values), self._model.fingerprint)
+                values["memory_bytes"] = _auto_bytes(self._model, tiers.host_bytes)
+            fingerprint = self._model.lasting_fingerprint() if lasts else self._model.fingerprint
+            self.cache = KVCache(self._model.geometry, CacheConfig.load(values), fingerprint)
             try:
                 self._hands_its_rows_over()
+                if asks_for_tiers(tiers):
+                    self.cache.join(open_tiers(tiers, self.cache.lineage), tiers)
+                    self.cache.hand_over()
             except BaseException:
                 self.cache.close()
                 raise
@@ -94,8 +112,11 @@ class Attachment:
         self._generate: Any = model.generate
         self._own_generate: Any = model.__dict__.get("generate")
         self._hook = model.register_forward_pre_hook(_OfOneModel(self._prompts, _nothing), with_kwargs=True)
+        self._first_state, self._this_process = model_state(model, self._hook.id), os.urandom(16)
         model.generate = _OfOneModel(self._cached_generate, self._generate)  # type: ignore[assignment]
         _attached.add(model)
+        # A program's end is an orderly one too, where there is something to keep.
+        self._end = weakref.finalize(self, _end, self.cache, os.getpid()) if asks_for_tiers(tiers) else None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -112,15 +133,23 @@ class Attachment:
         return self.cache.stats()
 
     def clear(self) -> int:
-        """Forget all prefixes and give their memory back; bytes given back."""
+        """Forget all prefixes and give their memory back; bytes given back.
+
+        What lies in tiers stays there, and is not found by this attachment any more.
+        """
         with self._lock:
+            if self._end is not None:  # what it reads from now on is of this process alone
+                self._first_state, self._this_process = b"", os.urandom(16)
             BatchRows(self.cache, left=self._left).release_left()
             freed = self.cache.clear()
             self.cache.hand_over()
             return freed
 
     def detach(self) -> None:
-        """The model is as it came, and all memory goes back. A second call does nothing."""
+        """The model is as it came, and all memory goes back. A second call does nothing.
+
+        With `persist` what was read is written first, for at most `flush_s`.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -132,6 +161,8 @@ class Attachment:
                 model.generate = self._own_generate
             _attached.discard(model)
             self.cache.close()
+            if self._end is not None:
+                self._end.detach()
 
     def __enter__(self) -> Self:
         return self
@@ -209,8 +240,12 @@ class Attachment:
             rows.salt = salt
 
     def _salt(self) -> bytes:
-        """Other weights or hooks, another salt: what they computed is not found by these."""
-        return model_state(self._model.model, self._hook.id)
+        """Other weights or hooks, another salt: what they computed is not found by these.
+
+        The model as it was attached is named by the fingerprint, in every process; a state of it in this one alone.
+        """
+        state = model_state(self._model.model, self._hook.id)
+        return b"" if state == self._first_state else self._this_process + state
 
     def _hands_its_rows_over(self) -> None:
         """One token, to see that the model gives the cache's rows to its attention as they are."""
@@ -221,6 +256,12 @@ class Attachment:
         cache.reset()
         self.cache.clear()
         self.cache.hand_over()
+
+
+def _end(cache: KVCache, process: int) -> None:
+    """The end of a cache that nobody detached; a fork's child has a copy, and nothing to write."""
+    if os.getpid() == process:
+        cache.close()
 
 
 class _OfOneModel:
@@ -255,16 +296,17 @@ def _left_as_it_was(model: PreTrainedModel) -> Iterator[None]:
             module.training = True
 
 
-def _taken_in(model: PreTrainedModel) -> HFModel:
+def _taken_in(model: PreTrainedModel, lasts: bool) -> HFModel:
     if model.device.type != "cpu":
         raise UnsupportedModelError(
             f"the model lies on {model.device}; this version caches in host memory: use model.cpu()"
         )
-    # The blocks of this cache never leave the process: any name will do for its weights, and costs no hashing.
-    return HFModel(model, weights_hash=os.urandom(32))
+    # Where its blocks never leave the process any name will do for its weights, and costs no hashing.
+    return HFModel(model, weights_hash=None if lasts else os.urandom(32))
 
 
-def _auto_bytes(model: HFModel) -> int:
+def _auto_bytes(model: HFModel, host_bytes: int) -> int:
     engine = EngineConfig()
     workspace = workspace_bytes(ModelFootprint.of(model), engine)
-    return auto_memory_bytes(Memory.measure(), 0, workspace, most_useful_bytes(model.geometry, engine))
+    left = Memory.measure().less(host_bytes)
+    return auto_memory_bytes(left, 0, workspace, most_useful_bytes(model.geometry, engine))

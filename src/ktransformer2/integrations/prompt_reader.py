@@ -5,6 +5,7 @@ Knows no transformers cache and no padding. Invariant: where reading fails nothi
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,8 @@ from ktransformer2.cache.block import BlockTable
 from ktransformer2.errors import OutOfMemoryError
 from ktransformer2.integrations.batch_rows import BatchRows
 from ktransformer2.models.batch import CausalModel, FlatBatch
+
+_TIER_WAIT_S = 0.01  # between two looks at what has come up
 
 
 class PromptReader:
@@ -31,6 +34,7 @@ class PromptReader:
         Raises: OutOfMemoryError; nothing is held then.
         """
         self._prompts = prompts
+        self._cache.receive()  # what came too late for an earlier prompt
         tables: list[BlockTable] = []
         equal: dict[tuple[int, ...], BlockTable] = {}
         try:
@@ -56,6 +60,7 @@ class PromptReader:
     def _find(self, table: BlockTable, prompt: list[int], tokens: list[int]) -> None:
         """The table adopts what is cached of its tokens; the rest waits in the pack."""
         one_more = prompt[: len(tokens) + 1]  # a match leaves the last token out
+        self._bring_up(one_more)
         match = self._cache.match(one_more, self._rows.salt)
         if self._would_repeat(match.num_tokens, tokens):
             self._compute()
@@ -64,6 +69,18 @@ class PromptReader:
             raise self._no_room()
         self.cached_tokens += table.num_tokens
         self._pack.append((table, tokens))
+
+    def _bring_up(self, prompt: list[int]) -> None:
+        """Wait for what tiers have of a prompt and the device lacks, as long as that is worth it."""
+        fetch = self._cache.fetch(prompt, self._rows.salt)
+        if fetch is None:
+            return
+        try:
+            while self._cache.is_loading(fetch):
+                self._cache.wait_for_tiers(_TIER_WAIT_S)
+                self._cache.receive()
+        finally:
+            self._cache.end_fetch(fetch)
 
     def _would_repeat(self, num_cached: int, tokens: list[int]) -> bool:
         """Whether a row of the pack computes the block that comes next in `tokens`: then it is better waited for."""
@@ -91,9 +108,11 @@ class PromptReader:
         ids = torch.tensor([token for _, new in step for token in new])
         positions = torch.cat([torch.arange(t.next_position, t.next_position + len(new)) for t, new in step])
         kv = self._cache.prepare([(table, len(new)) for table, new in step])
+        began_s = time.monotonic()
         self._model.forward(FlatBatch(ids, positions, kv, torch.tensor([len(ids) - 1])))
         for table, new in step:
             self._cache.publish(table, new)
+        self._cache.computed(len(ids), time.monotonic() - began_s)
 
     def _no_room(self) -> OutOfMemoryError:
         lengths = [len(prompt) for prompt in self._prompts]

@@ -54,6 +54,11 @@ class DynamicKVCache(Cache):
             raise ConfigError(
                 f"DynamicKVCache({type(config).__name__}): it takes the model's config, DynamicKVCache(model.config)"
             )
+        if "persist" in knobs:
+            raise ConfigError(
+                "a DynamicKVCache is told no token, so the next process could find nothing in it; "
+                "ktransformer2.attach(model, persist=...) gives generate() a cache that is found again"
+            )
         refuse_unservable(config)
         values = {"kv": kv, **knobs}
         values["memory_bytes"] = (

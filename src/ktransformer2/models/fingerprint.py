@@ -16,6 +16,7 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktransformer2.layout import NUMERICS_VERSION, ModelGeometry
+from ktransformer2.models.model_state import arrangement
 from ktransformer2.models.store import read_json, write_atomically
 
 _MAX_REMEMBERED = 1000
@@ -48,9 +49,10 @@ def hash_files(paths: Sequence[Path], memory: Path | None = None) -> bytes:
 
 
 def hash_tensors(model: PreTrainedModel) -> bytes:
-    """One hash over every parameter and buffer by name, type, shape and bytes."""
-    total = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    """One hash over every parameter and buffer by name, type, shape and bytes, and over who uses them how."""
+    total = hashlib.sha256(arrangement(model).encode())
+    tensors = {**model.state_dict(), **dict(model.named_buffers())}  # rotary frequencies are in the latter only
+    for name, tensor in sorted(tensors.items()):
         total.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         if tensor.numel():
             total.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

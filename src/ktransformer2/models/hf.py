@@ -16,15 +16,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ktransformer2.errors import UnsupportedModelError
+from ktransformer2.errors import ConfigError, UnsupportedModelError
 from ktransformer2.kernels.attention import paged_attention, seal, store_kv
 from ktransformer2.kernels.batch import AttentionParams, KVBatch
 from ktransformer2.layout import ModelGeometry
 from ktransformer2.models.batch import FlatBatch
 from ktransformer2.models.fingerprint import fingerprint, hash_tensors
 from ktransformer2.models.independence import can_choose_logits
+from ktransformer2.models.model_state import model_state, program_of_others
 from ktransformer2.models.probe import observe, refuse_unservable, text_config
 from ktransformer2.models.registry import ATTENTION_NAME, LayerCall, lent, quiet_transformers, receiving, register
+
+_NO_HOOK = -1  # no hook of a model's has this number
 
 
 class StepAttention:
@@ -73,10 +76,12 @@ class HFModel:
         _use_registered_attention(model)
         self.geometry: ModelGeometry = observe(model)
         # GPT-OSS and others keep some weights in fp32: the config's dtype and the tensors' hash cover that.
+        self._from_files = weights_hash is not None
         weights = hash_tensors(model) if weights_hash is None else weights_hash
         self.fingerprint: bytes = fingerprint(model.config, self.geometry, model.dtype, weights)
         self.weight_bytes: int = sum(p.numel() * p.element_size() for p in (*model.parameters(), *model.buffers()))
         self._keeps_logits = can_choose_logits(model)
+        self._state = model_state(model, _NO_HOOK)
 
     def forward(self, batch: FlatBatch) -> torch.Tensor:
         """Logits fp32 [N, vocab_size] of `batch.logit_rows`. Side effect: K and V are stored in every layer."""
@@ -95,6 +100,24 @@ class HFModel:
                 input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False, **wanted
             ).logits[0]  # [N, vocab], or [T, vocab] from a model that cannot choose
         return (logits if self._keeps_logits else logits[rows]).float()
+
+    def lasting_fingerprint(self) -> bytes:
+        """`fingerprint` for blocks that outlive the process; anew where the model was changed since it was taken in.
+
+        Cost: some milliseconds; of a changed model, a pass over its weights.
+        Raises: ConfigError for a model that others have hooked into or patched: its numbers have no name.
+        """
+        is_as_it_came = model_state(self.model, _NO_HOOK) == self._state
+        if self._from_files and is_as_it_came:
+            return self.fingerprint
+        if reason := program_of_others(self.model):
+            raise ConfigError(
+                f"nothing of this model can be kept for the next process: {reason}, and what that computes the weights "
+                "do not tell. Take it off before, or leave persist and valkey_url out"
+            )
+        if is_as_it_came:
+            return self.fingerprint
+        return fingerprint(self.model.config, self.geometry, self.model.dtype, hash_tensors(self.model))
 
     @contextmanager
     def registered_attention(self) -> Iterator[None]:

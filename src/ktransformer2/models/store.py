@@ -45,17 +45,25 @@ def hash_memory() -> Path:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file so that a reader sees the old content or the new, never half of it. Raises ConfigError."""
+    """`replace_file` in the cache directory, which is made where it is missing. Raises ConfigError."""
     with written_into(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        replace_file(path, content)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a file so that a reader sees the old content or the new, never half of it; for its owner alone.
+
+    Raises: OSError; the old content is there then.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
 
 
 def read_json(path: Path) -> dict[str, Any]:

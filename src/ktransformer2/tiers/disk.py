@@ -31,7 +31,7 @@ from ktransformer2.tiers.disk_uses import PendingUses
 from ktransformer2.tiers.header import BlockHeader
 from ktransformer2.tiers.segments import Record
 from ktransformer2.tiers.shared_filter import SharedFilter
-from ktransformer2.tiers.tally import Tally
+from ktransformer2.tiers.tally import LOG, Tally
 from ktransformer2.tiers.tier import ROOT, Clock, Lineage, StoredBlock, TierStats
 
 NO_LINEAGE = Lineage(b"", (), ())  # for who looks at a directory, and reads no block
@@ -57,6 +57,7 @@ class DiskTier:
     """Blocks of one lineage in a directory of at most `limits.limit_bytes`. See `Tier` for what the calls promise."""
 
     name = "disk"
+    lasts = True
 
     def __init__(
         self, directory: Path, limits: DiskLimits, lineage: Lineage = NO_LINEAGE, clock: Clock = time.time
@@ -74,6 +75,7 @@ class DiskTier:
         self._scanning = threading.Lock()
         self._next_refresh_s = 0.0  # by the monotonic clock, as the next
         self._uses = PendingUses()
+        self._has_said_where = False
         self._next_expiry_s = 0.0
         self._store: DiskStore | None = None
         try:
@@ -189,6 +191,7 @@ class DiskTier:
             new = _placeable(blocks, rows.keys())
             records = [(BlockHeader.describe(block, self.lineage, now_s), block.payload) for block in new]
             held = {block.key for block in blocks if block.key in rows}
+            num_there = len(held)
             try:
                 for written in store.add(records, {row.block for row in rows.values()}):
                     num_bytes = sum(header.payload_bytes for header in written)
@@ -197,6 +200,12 @@ class DiskTier:
                     held.update(header.key for header in written)
             finally:
                 self._filter.add(held)
+        if len(held) > num_there and not self._has_said_where:
+            self._has_said_where = True
+            LOG.info(
+                "blocks are kept in %s: %d of at most %d bytes",
+                *(self.directory, store.disk_bytes, self.limits.limit_bytes),
+            )
         self._refresh(store)
         return len(held)
 

@@ -2,6 +2,7 @@
 
     <number>.v<format>.kv            a segment: records, one behind the other
     index.<token>.v<format>.sqlite   where each record is; SQLite's own files beside it
+    pins                             what does not make room for others
     lock                             held by the one process that writes, evicts and compacts just now
 
 Knows names and sizes, no content. Files of other names are left alone, but count: the limit is the directory's.
@@ -25,6 +26,7 @@ from pathlib import Path
 import psutil
 
 from ktransformer2.errors import ConfigError
+from ktransformer2.tiers.disk_pins import PINS_NAME
 from ktransformer2.tiers.header import FORMAT_VERSION
 
 LOCK_NAME = "lock"
@@ -133,7 +135,7 @@ def survey(directory: Path) -> Survey:
 
 
 def _is_ours(name: str) -> bool:
-    return name == LOCK_NAME or bool(_SEGMENT.fullmatch(name) or _INDEX.fullmatch(name))
+    return name in (LOCK_NAME, PINS_NAME) or bool(_SEGMENT.fullmatch(name) or _INDEX.fullmatch(name))
 
 
 @contextmanager

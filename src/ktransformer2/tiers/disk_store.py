@@ -32,6 +32,7 @@ from ktransformer2.tiers.disk_append import Appender
 from ktransformer2.tiers.disk_directory import Survey, index_name, locked, prepare, segment_name, survey
 from ktransformer2.tiers.disk_failures import kind_of
 from ktransformer2.tiers.disk_index import DiskIndex, IndexedBlock, says_broken
+from ktransformer2.tiers.disk_pins import read_pins, write_pins
 from ktransformer2.tiers.header import BlockHeader, Bytes
 from ktransformer2.tiers.segments import MAX_RECORDS_PER_CALL, Place, Record, adjacent
 from ktransformer2.tiers.tally import Tally
@@ -249,18 +250,32 @@ class DiskStore:
         return self.limits.limit_bytes - self.disk_bytes_now()
 
     def make_room(self, need: int, kept: Collection[int] = ()) -> int:
-        """Let go until `need` bytes fit, or nothing is left that may go; the bytes that fit now."""
+        """Let go until `need` bytes fit, or nothing is left that may go; the bytes that fit now.
+
+        Nothing that is pinned goes for what is new; it goes where without it a limit that was lowered is passed.
+        """
         if self.room() >= need:
             return self.room()
         self.index.checkpoint()
         self.discard_older()
         if self.room() >= need:
             return self.room()
+        pinned = self._pinned()
         wanted = min(need + self.limits.limit_bytes // _SLACK_SHARE, self.limits.limit_bytes)
         while (room := self.room()) < wanted:
-            if not self._give_back_dead(room) and not self._evict(wanted - room, kept):
+            if self._give_back_dead(room) or self._evict(wanted - room, {*kept, *pinned}):
+                continue
+            if room >= 0 or not pinned:
                 break
+            pinned = set()
         return room
+
+    def _pinned(self) -> set[int]:
+        """The rows that are pinned themselves; what they continue is held up by them."""
+        index, pins = self.index, read_pins(self.directory)
+        numbers = index.lineages() if pins else {}
+        known = [(numbers.get((pin.fingerprint, pin.layout)), pin.key) for pin in pins]
+        return {row.block for number, key in known if number for row in index.find([number], [key]).values()}
 
     def _give_back_dead(self, room: int) -> bool:
         files = survey(self.directory).segments
@@ -307,9 +322,10 @@ class DiskStore:
             segments.discard(self.directory / name)
 
     def clear(self) -> None:
-        """Delete every record of every lineage."""
+        """Delete every record of every lineage, and all pins."""
         self._appender.release()
         self.discard_older()
+        write_pins(self.directory, ())
         index = self.index
         with index.transaction():
             for segment in survey(self.directory).segments:

@@ -48,6 +48,7 @@ class HostTier:
     """Blocks of one lineage in at most `limit_bytes` of memory. See `Tier` for what the calls promise."""
 
     name = "host"
+    lasts = False
 
     def __init__(self, lineage: Lineage, limit_bytes: int) -> None:
         """Raises: ConfigError for a limit below one page; OutOfMemoryError where the system has no addresses left."""

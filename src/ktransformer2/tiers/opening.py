@@ -21,7 +21,12 @@ _SEGMENT_BYTES = 256 * 2**20
 
 def asks_for_tiers(config: TierConfig) -> bool:
     """Whether anything below the device is wanted."""
-    return config.persist == "on" or config.host_bytes > 0 or _wants_server(config)
+    return config.host_bytes > 0 or outlives_process(config)
+
+
+def outlives_process(config: TierConfig) -> bool:
+    """Whether blocks are to be there for the next process."""
+    return config.persist == "on" or _wants_server(config)
 
 
 def open_tiers(config: TierConfig, lineage: Lineage) -> list[Tier]:

@@ -87,10 +87,16 @@ class TierStats:
     failures: dict[str, int] = field(default_factory=dict)
 
 
+def lasting(tiers: Sequence[Tier]) -> tuple[Tier, ...]:
+    """Those that outlive the process; where there are none, all: what lies nowhere else counts as kept there."""
+    return tuple(tier for tier in tiers if tier.lasts) or tuple(tiers)
+
+
 class Tier(Protocol):
     """A place for blocks below the device."""
 
     name: str  # host, disk or remote: what figures and explanations call it
+    lasts: bool  # longer than the process
 
     def may_hold(self, key: bytes) -> bool:
         """False: surely not, of what this process wrote or read. True: worth a `get`. No I/O."""

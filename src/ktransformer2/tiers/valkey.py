@@ -43,6 +43,7 @@ class ValkeyTier:
     """Blocks of one lineage on a server. See `Tier` for what the calls promise."""
 
     name = "remote"
+    lasts = True
 
     def __init__(self, address: ValkeyAddress, lineage: Lineage, key: bytes, clock: Clock = time.monotonic) -> None:
         """`key` is the deployment's. Connects at the first call, and never looks by itself what others wrote: `open`.

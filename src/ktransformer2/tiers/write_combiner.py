@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ktransformer2.tiers.tally import Tally
-from ktransformer2.tiers.tier import StoredBlock, Tier
+from ktransformer2.tiers.tier import StoredBlock, Tier, lasting
 
 # A transfer of some megabytes costs a disk or a server little more than one of some kilobytes: blocks are waited for,
 # but not so long that a crash loses much.
@@ -29,7 +29,10 @@ _LINGER_S = 0.2
 
 @dataclass(frozen=True)
 class WriteStats:
-    """Counts since the combiner was made. `cpu_s`: processor time of the writer's thread."""
+    """Counts since the combiner was made; written and failed as the lasting tiers have it, where there are any.
+
+    `cpu_s`: processor time of the writer's thread.
+    """
 
     offered_blocks: int = 0
     refused_blocks: int = 0
@@ -52,7 +55,7 @@ class WriteCombiner:
     ) -> None:
         """A batch is written when it has `batch_bytes`, or `linger_s` after its first block came."""
         self.limit_bytes = limit_bytes
-        self._tiers = tuple(tiers)
+        self._tiers, self._lasting = tuple(tiers), lasting(tiers)
         self._batch_bytes, self._linger_s = min(batch_bytes, limit_bytes), linger_s
         self._state = threading.Condition()
         self._queue: deque[StoredBlock] = deque()
@@ -114,7 +117,7 @@ class WriteCombiner:
         return freed
 
     def take_failed(self) -> list[bytes]:
-        """Keys and parents of batches that no tier kept whole, since the last call: some of these lie nowhere."""
+        """Keys and parents of batches that no lasting tier kept whole, since the last call: some lie nowhere."""
         with self._state:
             failed, self._failed = self._failed, []
         return failed
@@ -171,7 +174,8 @@ class WriteCombiner:
         batch, size = self._take_batch()
         if not batch:
             return False
-        kept = max(self._put(tier, batch) for tier in self._tiers)
+        held = {tier.name: self._put(tier, batch) for tier in self._tiers}
+        kept = max(held[tier.name] for tier in self._lasting)
         with self._state:
             self._writing_bytes = 0
             for block in batch:

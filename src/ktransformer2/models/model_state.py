@@ -1,6 +1,8 @@
-"""A number for what a model would compute: other weights, hooks or adapters, another number.
+"""What a model would compute, looked at in two ways. Knows no cache and no call.
 
-Reads a few elements of every tensor, so that a call of `generate` can afford it. Knows no cache and no call.
+model_state     a number within this process: other weights, hooks or adapters, another number. Reads a few elements
+                of every tensor, so that a call of `generate` can afford it
+arrangement     what the tensors alone do not say, for a name that holds in the next process too
 """
 
 from __future__ import annotations
@@ -46,6 +48,29 @@ def model_state(model: torch.nn.Module, own_hook: int) -> bytes:
                 places.append((place, 0 if tensor.is_inference() else tensor._version))
                 samples.append(_sample(tensor, place))
     return hashlib.blake2b(b"".join((repr(places).encode(), *samples)), digest_size=16).digest()
+
+
+def arrangement(model: torch.nn.Module) -> str:
+    """The kinds of all modules, by name, and which PEFT adapters take part in them and how much."""
+    parts = []
+    for name, module in model.named_modules():
+        own, kind = module.__dict__, type(module)
+        adapters = [own.get(each) for each in _ADAPTER_NAMES] if "_active_adapter" in own else []
+        parts.append(f"{name} {kind.__module__}.{kind.__qualname__} {adapters}")
+    return "\n".join(parts)
+
+
+def program_of_others(model: torch.nn.Module) -> str:
+    """The first module whose numbers a hook or a patched `forward` may change, which no hash can name. Empty: none."""
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return "every module has a global hook"
+    for name, module in model.named_modules():
+        where = f"module {name!r}" if name else "the model"
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"{where} has a hook"
+        if "forward" in module.__dict__:
+            return f"the forward of {where} is patched"
+    return ""
 
 
 def _modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformer2.integrations.model_state import model_state
+from ktransformer2.models.model_state import model_state
 
 Change = Callable[[Any], object]
 
