@@ -71,6 +71,41 @@ def test_penalties_come_before_the_greedy_choice() -> None:
     assert sample(logits, [state([0], repetition_penalty=2.0)]) == [SampledToken(1)]
 
 
+def test_a_bias_is_added_after_the_penalties_for_greedy_and_random_answers() -> None:
+    logits = torch.tensor([[2.0, 1.5, 0.0]])
+    biased = state([0], repetition_penalty=2.0, logit_bias={2: 1.75})
+    assert biased.adjusted(logits[0]).tolist() == [1.0, 1.5, 1.75]
+    assert sample(logits, [biased]) == [SampledToken(2)]
+    assert sample(logits, [state(temperature=1.0, logit_bias={1: 100})]) == [SampledToken(1)]
+    assert logits.tolist() == [[2.0, 1.5, 0.0]]
+
+
+class OneAfterTheOther:
+    """Allows token 0, then 1, then 2, ..."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def allowed(self, vocab_size: int) -> torch.Tensor:
+        return torch.arange(vocab_size) == len(self.seen)
+
+    def observe(self, token_id: int) -> None:
+        self.seen.append(token_id)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_constraint_has_the_last_word_and_hears_of_every_token(temperature: float) -> None:
+    constrained = state(temperature=temperature, constraint=OneAfterTheOther, logit_bias={3: 100}, logprobs=0)
+    chosen = []
+    for _ in range(3):
+        (token,) = sample(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), [constrained])
+        constrained.observe(token.token_id)
+        chosen.append(token.token_id)
+        assert token.logprob is not None
+        assert math.isfinite(token.logprob.logprob)  # of the model's own distribution
+    assert chosen == [0, 1, 2]
+
+
 def test_temperature_divides_logits() -> None:
     values, ids = candidates(torch.tensor([1.0, 3.0]), SamplingParams(temperature=0.5))
     assert (values.tolist(), ids.tolist()) == ([-4.0, 0.0], [0, 1])

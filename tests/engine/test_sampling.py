@@ -60,3 +60,19 @@ def test_a_value_out_of_range_says_what_is_allowed(setting: dict[str, Any], allo
     message = str(caught.value)
     assert message.startswith(f"{name}=")
     assert message.endswith(f"is not allowed; allowed: {allowed}")
+
+
+@pytest.mark.parametrize("bias", [{-1: 1.0}, {True: 1.0}, {1: 101}, {1: "much"}, {1: math.nan}])
+def test_a_bias_out_of_range_says_what_is_allowed(bias: dict[int, float]) -> None:
+    with pytest.raises(RequestError, match=r"logit_bias\[.*allowed: a token id, 0 or more, to -100 to 100"):
+        SamplingParams(logit_bias=bias)
+    with pytest.raises(RequestError, match="names 1025 tokens; allowed: 1024"):
+        SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0))
+
+
+def test_only_the_plainest_answer_takes_the_largest_logit_as_it_is() -> None:
+    assert SamplingParams().is_plain
+    asks: list[dict[str, Any]] = [{"temperature": 1.0}, {"presence_penalty": 1.0}, {"logit_bias": {1: 1.0}}]
+    assert not any(SamplingParams(**ask).is_plain for ask in asks)
+    params = SamplingParams(logit_bias={3: 1}).with_reserve(4)
+    assert params.logit_bias == {3: 1}

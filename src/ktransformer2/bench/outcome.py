@@ -10,7 +10,7 @@ from ktransformer2.errors import ConfigError
 
 SCENARIOS = (
     *("attention", "decode", "memory", "fidelity", "architectures", "plan", "dropin", "monitor", "policy"),
-    *("tiers", "prefix"),
+    *("tiers", "prefix", "serve"),
 )
 DTYPES = ("fp32", "bf16")
 _STARTED = time.monotonic()
@@ -21,7 +21,8 @@ class BenchOptions:
     """How a scenario is run. `dtype`, `num_prompts` and `max_tokens` left at None mean what the targets were set for.
 
     Units: `max_tokens` bounds the length of a drawn prompt. `model` is what `load_model` takes; None: the pinned model.
-    `trace`: a file of one's own for `policy`. `resume`: where a scenario that can go on later keeps what is done.
+    `trace`: a file of one's own for `policy`. `url`: the server that `serve` asks;
+    None: one of our own. `resume`: where a scenario that can go on later keeps what is done.
     `parts` of the scenario, by name; none: all. A part that is run in full counts as much as in a run of all.
     """
 
@@ -34,6 +35,7 @@ class BenchOptions:
     parts: tuple[str, ...] = ()
     trace: str | None = None
     resume: str | None = None
+    url: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES:
@@ -50,7 +52,7 @@ class BenchOptions:
     @property
     def is_full(self) -> bool:
         """A full run measures all that the targets ask. Only full runs enter the status and the README."""
-        bounds = (self.num_prompts, self.max_tokens, self.model, self.trace)
+        bounds = (self.num_prompts, self.max_tokens, self.model, self.trace, self.url)
         return not self.quick and all(bound is None for bound in bounds)
 
 

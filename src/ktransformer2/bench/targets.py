@@ -110,6 +110,13 @@ prefix salt_foreign_tokens       == 0
 prefix salt_own_share            >= 1
 prefix salt_time_difference      <= 0.05
 """
+_PART_7 = """
+serve serve_errors             == 0
+serve cached_share             >= 0.9
+serve ttft_later_turns_vs_cold <= 0.2
+serve good_share               reported
+serve inter_token_p95_ms       reported
+"""
 
 
 def _parse(part: int, line: str) -> Target:
@@ -119,7 +126,7 @@ def _parse(part: int, line: str) -> Target:
 
 TARGETS: tuple[Target, ...] = tuple(
     _parse(part, line)
-    for part, lines in ((1, _PART_1), (2, _PART_2), (3, _PART_3), (4, _PART_4))
+    for part, lines in ((1, _PART_1), (2, _PART_2), (3, _PART_3), (4, _PART_4), (7, _PART_7))
     for line in lines.split("\n")
     if line
 )

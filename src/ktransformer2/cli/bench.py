@@ -27,6 +27,7 @@ class Bench(StrEnum):
     policy = "policy"
     tiers = "tiers"
     prefix = "prefix"
+    serve = "serve"
     status = "status"
 
 
@@ -55,6 +56,10 @@ def bench(
         Path | None,
         typer.Option(help="fidelity only: keep what is done in files of this name; a later run goes on from there."),
     ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="serve only: any OpenAI-compatible server, else one of our own; its key in OPENAI_API_KEY."),
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="policy only: replay this trace of your own.", exists=True, dir_okay=False)
     ] = None,
@@ -78,6 +83,7 @@ def bench(
         model=model,
         parts=tuple(part or ()),
         trace=None if trace is None else str(trace),
+        url=url,
         resume=None if resume is None else str(resume),
         **seeded,
     )

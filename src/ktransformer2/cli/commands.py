@@ -15,6 +15,7 @@ from ktransformer2.cli.doctor import doctor
 from ktransformer2.cli.models import models
 from ktransformer2.cli.plan import plan
 from ktransformer2.cli.run import run
+from ktransformer2.cli.serve import serve
 from ktransformer2.cli.trace import trace
 from ktransformer2.cli.usage import Commands
 
@@ -45,7 +46,7 @@ def options(
     """A dynamic KV cache for transformers: memory that follows the text."""
 
 
-for command in (run, chat, plan, demo, doctor, bench):
+for command in (run, chat, serve, plan, demo, doctor, bench):
     app.command()(command)
 app.add_typer(cache, name="cache")
 app.add_typer(models, name="models")

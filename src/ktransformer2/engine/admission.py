@@ -51,6 +51,9 @@ class Admission:
                 f"token id {wrong} at place {list(prompt_ids).index(wrong)} of the prompt is not in the model's "
                 f"vocabulary; allowed: 0 to {self._vocab_size - 1}"
             )
+        for token in params.logit_bias:
+            if token >= self._vocab_size:
+                raise RequestError(f"logit_bias names token {token}; allowed: 0 to {self._vocab_size - 1}")
         if params.stop and self._vocabulary.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
 

@@ -132,7 +132,7 @@ class StopStrings:
             at, rank = min(found)
             self.met, self._held = self._stops[rank], ""
             return text[:at]
-        keep = max(_longest_beginning(text, stop) for stop in self._stops)
+        keep = max(longest_beginning(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -142,6 +142,6 @@ class StopStrings:
         return "" if self.met is not None else held
 
 
-def _longest_beginning(text: str, stop: str) -> int:
+def longest_beginning(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a proper beginning of `stop`."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -205,18 +205,21 @@ class Engine:
         """Give tokens to the sequence and to its heirs, which go on from its blocks."""
         request = sequence.request
         receivers = [sequence, *request.heirs(sequence)]
-        prefill = None
+        prefill, cached_tokens = None, 0
         if request.first_token_s is None:
             prefill = (len(request.prompt_ids), len(request.prompt_ids))
             request.first_token_s = self._clock()
-            self._stats.cached_tokens += request.cached_tokens or 0
+            cached_tokens = request.cached_tokens or 0
+            self._stats.cached_tokens += cached_tokens
         chunks = []
         for each, token in zip(receivers, tokens, strict=True):
             text = each.advance(token, self.vocabulary.end_tokens)
             if each is not sequence and each.finish_reason is None:
                 self._scheduler.branch(sequence, each)
             logprobs = () if token.logprob is None else (token.logprob,)
-            news = StreamChunk(request.request_id, each.index, text, (token.token_id,), logprobs, prefill)
+            news = StreamChunk(
+                request.request_id, each.index, text, (token.token_id,), logprobs, prefill, cached_tokens
+            )
             chunks.append(dataclasses.replace(news, finish_reason=each.finish_reason))
         for each in receivers:
             if each.finish_reason is not None:
@@ -228,7 +231,8 @@ class Engine:
 
     def _progress(self, sequence: Sequence) -> StreamChunk:
         request = sequence.request
-        return StreamChunk(request.request_id, prefill=(sequence.num_computed, len(request.prompt_ids)))
+        read = (sequence.num_computed, len(request.prompt_ids))
+        return StreamChunk(request.request_id, prefill=read, cached_tokens=request.cached_tokens or 0)
 
     def _fail(self, request: Request, error: KTransformerError) -> StreamChunk:
         request.error = error

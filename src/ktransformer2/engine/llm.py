@@ -14,7 +14,7 @@ import logging
 import os
 import weakref
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,6 +26,7 @@ from ktransformer2.engine.engine import Engine
 from ktransformer2.engine.knobs import persistence, sorted_knobs
 from ktransformer2.engine.memory_budget import Memory, auto_memory_bytes, most_useful_bytes, workspace_bytes
 from ktransformer2.engine.outputs import EngineStats, RequestOutput, StreamChunk
+from ktransformer2.engine.prompts import Message, Prompt, encoded, templated
 from ktransformer2.engine.sampling import SamplingParams
 from ktransformer2.errors import ConfigError, EmptyPromptError, OwnershipError, RequestError
 from ktransformer2.models.footprint import ModelFootprint
@@ -33,8 +34,6 @@ from ktransformer2.models.loading import LoadedModel, load_model
 from ktransformer2.tiers.opening import asks_for_tiers, open_tiers, outlives_process
 
 _log = logging.getLogger(__name__)
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
 
 
 class LLM:
@@ -105,7 +104,7 @@ class LLM:
         """
         if not prompts:
             raise EmptyPromptError("the prompt is empty; give a text, a list of token ids, or a list of prompts")
-        prompt_ids = [self._encode(prompt) for prompt in _as_prompts(prompts)]
+        prompt_ids = [encoded(self.tokenizer, prompt) for prompt in _as_prompts(prompts)]
         each = _params_for_each(params, len(prompt_ids))
         for ids, own in zip(prompt_ids, each, strict=True):
             self.engine.check(ids, own)
@@ -117,7 +116,7 @@ class LLM:
         Closing the iterator cancels the request. Several streams may be read in turns.
         Raises: what `Engine.add` raises, at once; while it runs, the error that ended the request.
         """
-        prompt_ids = self._encode(prompt)
+        prompt_ids = encoded(self.tokenizer, prompt)
         self.engine.check(prompt_ids, params)
         return self._stream(prompt_ids, params)
 
@@ -126,13 +125,13 @@ class LLM:
 
         Raises: RequestError when the model has no chat template or it does not take the messages; else as `generate`.
         """
-        return self.generate([self._apply_template(messages)], params)[0]
+        return self.generate([templated(self.tokenizer, messages, self.source)], params)[0]
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None
     ) -> Generator[StreamChunk, None, None]:
         """`chat`, piece by piece, as `stream` does it."""
-        return self.stream(self._apply_template(messages), params)
+        return self.stream(templated(self.tokenizer, messages, self.source), params)
 
     def maintain(self) -> None:
         """Call this now and then while nothing is asked: nothing else runs then, so nothing else gives memory back.
@@ -225,40 +224,6 @@ class LLM:
         if not self._closed:
             self.engine.cancel(request_id)
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if not prompt:
-            raise EmptyPromptError("the prompt is empty; it must hold at least one character")
-        _check_text(prompt)
-        return self.tokenizer.encode(prompt)
-
-    def _apply_template(self, messages: Sequence[Message]) -> list[int]:
-        if not messages:
-            raise EmptyPromptError("the conversation is empty; it must hold at least one message")
-        for message in messages:
-            if not isinstance(message, Mapping):
-                raise RequestError(f"a message is a mapping with a role and a content; got {message!r}")
-            if isinstance(content := message.get("content"), str):
-                _check_text(content)
-        if _says_nothing(messages[-1].get("content")):
-            raise EmptyPromptError("the last message is empty; its content must hold at least one character")
-        if not self.tokenizer.chat_template:
-            raise RequestError(
-                f"the tokenizer of {self.source} has no chat template; use generate() or stream() with a plain prompt, "
-                "or a model that is made for chat"
-            )
-        try:
-            token_ids = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=True, add_generation_prompt=True, return_dict=False
-            )
-        except Exception as error:  # a template is a program of the model's author; what it raises is not known here
-            raise RequestError(
-                f"the chat template of {self.source} does not take these messages ({error}); each needs a role that "
-                "the model knows, such as user, and a content"
-            ) from error
-        return list(token_ids)
-
 
 def _configs(memory: str | int, values: dict[str, Any]) -> tuple[CacheConfig, EngineConfig, TierConfig]:
     """Every setting to the config that has it. Raises ConfigError for one that none has."""
@@ -293,24 +258,6 @@ def _end_tokens(loaded: LoadedModel) -> frozenset[int]:
         named = getattr(source, "eos_token_id", None)
         ends.update([named] if isinstance(named, int) else named or [])
     return frozenset(ends)
-
-
-def _check_text(text: str) -> None:
-    """Raises RequestError for half characters (surrogates), which come from bytes that are no UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"the text holds {text[error.start : error.start + 1]!r} at place {error.start}, which is no character; "
-            "decode its bytes as UTF-8"
-        ) from error
-
-
-def _says_nothing(content: object) -> bool:
-    """Whether a message's content is empty text, or parts of it. None is no text: such a message may call a tool."""
-    if isinstance(content, list | tuple):
-        return all(isinstance(part, Mapping) and _says_nothing(part.get("text")) for part in content)
-    return isinstance(content, str) and not content.strip()
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

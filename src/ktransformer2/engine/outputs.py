@@ -99,7 +99,8 @@ class StreamChunk:
     """News of one answer of one request.
 
     `text` is what is new and will not change any more; it may be empty while a character or a possible stop string
-    is incomplete. `prefill` is (tokens processed, tokens in all) when a part of the prompt was read, else None.
+    is incomplete. `prefill` is (tokens processed, tokens in all) when a part of the prompt was read, else None, and
+    `cached_tokens` how many of these came from the cache.
     `output` comes once, with the last chunk of the request.
     """
 
@@ -109,6 +110,7 @@ class StreamChunk:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prefill: tuple[int, int] | None = None
+    cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     output: RequestOutput | None = None
 

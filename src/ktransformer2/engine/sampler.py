@@ -2,10 +2,10 @@
 
 Order of operations, as vLLM has it (`transformers` differs only in taking min_p after top_p):
     log probabilities reported (of the raw logits) -> repetition penalty -> frequency and presence penalty ->
-    temperature 0: the largest logit | temperature -> min_p -> top_k -> top_p -> one draw
+    logit bias -> constraint -> temperature 0: the largest logit | temperature -> min_p -> top_k -> top_p -> one draw
 
 Every random row is worked out alone and draws exactly one number per token from its own generator, so an answer depends
-on its seed and its logits, never on which other requests share the step. Greedy rows without penalties take one call.
+on its seed and its logits, never on which other requests share the step. Greedy rows with none of these take one call.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import math
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -31,13 +32,24 @@ class SampledToken:
     logprob: TokenLogprob | None = None
 
 
+class Constraint(Protocol):
+    """Which tokens may come next in one answer: it is told of every one that was chosen."""
+
+    def allowed(self, vocab_size: int) -> torch.Tensor:
+        """bool [V]; at least one is allowed."""
+        ...
+
+    def observe(self, token_id: int) -> None: ...
+
+
 class SamplingState:
-    """What sampling one answer needs to remember: its generator, and the tokens that penalties count."""
+    """What sampling one answer needs to remember: its generator, its constraint, the tokens that penalties count."""
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], index: int = 0) -> None:
         """`index` is the answer's number among `params.n`."""
         self.params = params
         self.penalties = Penalties(params, prompt_ids) if params.has_penalties else None
+        self._constraint = None if params.constraint is None else params.constraint()
         self._seed = secrets.randbits(63) if params.seed is None else _seed_of(params.seed, index)
         self._generator: torch.Generator | None = None
 
@@ -50,6 +62,19 @@ class SamplingState:
     def observe(self, token_id: int) -> None:
         if self.penalties is not None:
             self.penalties.observe(token_id)
+        if self._constraint is not None:
+            self._constraint.observe(token_id)
+
+    def adjusted(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [V] after penalties, bias and constraint; the argument is left as it is."""
+        if self.penalties is not None:
+            logits = self.penalties.apply(logits)
+        if self.params.logit_bias:
+            tokens, biases = zip(*self.params.logit_bias.items(), strict=True)
+            logits = logits.index_add(0, torch.tensor(tokens), torch.tensor(biases, dtype=logits.dtype))
+        if self._constraint is not None:
+            logits = logits.masked_fill(~self._constraint.allowed(logits.shape[0]), -math.inf)
+        return logits
 
 
 def _seed_of(seed: int, index: int) -> int:
@@ -109,7 +134,7 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sample
 
     Side effects: one number is drawn from the generator of every answer that is not greedy.
     """
-    plain = [i for i, state in enumerate(states) if state.params.is_greedy and state.penalties is None]
+    plain = [i for i, state in enumerate(states) if state.params.is_plain]
     tokens = dict(zip(plain, _argmax(logits, plain), strict=True))
     return [
         SampledToken(
@@ -128,8 +153,7 @@ def _argmax(logits: torch.Tensor, rows: list[int]) -> Iterable[int]:
 
 
 def _sample_alone(logits: torch.Tensor, state: SamplingState) -> int:
-    if state.penalties is not None:
-        logits = state.penalties.apply(logits)
+    logits = state.adjusted(logits)
     if state.params.is_greedy:
         return int(logits.argmax())
     values, token_ids = candidates(logits, state.params)

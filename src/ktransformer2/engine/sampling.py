@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from ktransformer2.errors import RequestError
+
+if TYPE_CHECKING:
+    from ktransformer2.engine.sampler import Constraint
 
 MAX_COMPLETIONS = 128
 MAX_LOGPROBS = 100
 MAX_STOPS = 64
+MAX_BIASES = 1024
 _MAX_SEED = 2**63
 
 
@@ -28,6 +32,8 @@ class SamplingParams:
     presence_penalty    taken once from the logit of every token the answer already holds (-2 to 2)
     frequency_penalty   taken from it once per occurrence in the answer (-2 to 2)
     repetition_penalty  divides positive and multiplies negative logits of tokens in prompt and answer; 1: off
+    logit_bias          added to the logits of these tokens after the penalties, token id -> -100 to 100
+    constraint          makes, for each answer, what says which tokens may come next, such as a grammar; None: all may
     seed                same seed, same answer, whatever else runs; None: a fresh one. Each of `n` answers has its own
     stop                the answer ends before the first of these strings (one string or several)
     stop_token_ids      the answer ends at one of these tokens; its text is left out
@@ -47,6 +53,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    constraint: Callable[[], Constraint] | None = None
     seed: int | None = None
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -58,9 +66,11 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         self._check_integers()
         self._check_reals()
         self._check_stops()
+        self._check_biases()
 
     def _check_integers(self) -> None:
         if self.max_new_tokens is not None:
@@ -88,6 +98,15 @@ class SamplingParams:
         if not all(_is_integer(token) and token >= 0 for token in self.stop_token_ids):
             raise RequestError(f"stop_token_ids={self.stop_token_ids!r} is not allowed; allowed: token ids, 0 or more")
 
+    def _check_biases(self) -> None:
+        if len(self.logit_bias) > MAX_BIASES:
+            raise RequestError(f"logit_bias names {len(self.logit_bias)} tokens; allowed: {MAX_BIASES}")
+        for token, bias in self.logit_bias.items():
+            if not (_is_integer(token) and token >= 0 and isinstance(bias, int | float) and -100 <= bias <= 100):
+                raise RequestError(
+                    f"logit_bias[{token!r}]={bias!r} is not allowed; allowed: a token id, 0 or more, to -100 to 100"
+                )
+
     def _integer(self, name: str, lowest: int, highest: float) -> None:
         value = getattr(self, name)
         if not (_is_integer(value) and lowest <= value <= highest):
@@ -110,6 +129,11 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the next token is that of the largest logit as the model gave it."""
+        return self.is_greedy and not (self.has_penalties or self.logit_bias or self.constraint)
 
     def with_reserve(self, default_max_new_tokens: int) -> SamplingParams:
         """The same with `max_new_tokens` named."""

@@ -14,6 +14,7 @@ from ktransformer2.monitor.states import state_blocks, state_bytes
 
 if TYPE_CHECKING:
     from ktransformer2.cache.kv_cache import KVCache
+    from ktransformer2.engine.outputs import EngineStats
 
 try:
     from prometheus_client import CollectorRegistry
@@ -67,12 +68,33 @@ _AGES = {
     "lifetime_s": ("block_lifetime_seconds", "From being published until being evicted."),
     "idle_before_eviction_s": ("block_idle_before_eviction_seconds", "From the last use until being evicted."),
 }
+_ENGINE_PREFIX = "ktransformer_engine_"
+_ENGINE_COUNTERS = {
+    "num_added": ("requests", "Requests that were taken."),
+    "num_refused": ("refused_requests", "Requests that were refused."),
+    "num_finished": ("finished_requests", "Requests that were answered."),
+    "num_cancelled": ("cancelled_requests", "Requests that were ended by whoever asked."),
+    "num_failed": ("failed_requests", "Requests that ended with an error."),
+    "num_preemptions": ("preemptions", "Times that a running sequence had to wait again."),
+    "prompt_tokens": ("prompt_tokens", "Tokens of all prompts."),
+    "cached_tokens": ("cached_tokens", "Of those, tokens that came from the cache."),
+    "prefill_tokens": ("prefill_tokens", "Tokens of prompts that were computed."),
+    "decode_tokens": ("decode_tokens", "Tokens of answers that were computed."),
+}
+_ENGINE_GAUGES = {
+    "num_running": ("running_sequences", "Answers that are computed now."),
+    "num_waiting": ("waiting_sequences", "Answers that wait for their turn."),
+}
 
 
-def exposition(cache: KVCache, model_name: str) -> Callable[[str], tuple[bytes, str]]:
-    """What answers a scrape: (Accept header) -> (body, content type)."""
+def exposition(
+    cache: KVCache, model_name: str, engine: Callable[[], EngineStats] | None = None
+) -> Callable[[str], tuple[bytes, str]]:
+    """What answers a scrape: (Accept header) -> (body, content type). `engine`: the counters of one."""
     registry = CollectorRegistry()
     registry.register(_CacheCollector(cache, model_name))
+    if engine is not None:
+        registry.register(_EngineCollector(engine, model_name))
 
     def scrape(accept: str) -> tuple[bytes, str]:
         encode, content_type = choose_encoder(accept)
@@ -121,6 +143,21 @@ class _CacheCollector(Collector):
         buckets = [(bound, count) for bound, count in ages.items() if bound != "sum"]
         family.add_metric([self._model_name], buckets, ages["sum"])
         return family
+
+
+class _EngineCollector(Collector):
+    def __init__(self, engine: Callable[[], EngineStats], model_name: str) -> None:
+        self._engine, self._model_name = engine, model_name
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine()
+        families: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], Mapping[str, tuple[str, str]]], ...]
+        families = ((CounterMetricFamily, _ENGINE_COUNTERS), (GaugeMetricFamily, _ENGINE_GAUGES))
+        for make, named in families:
+            for field, (name, text) in named.items():
+                family = make(_ENGINE_PREFIX + name, text, labels=["model_name"])
+                family.add_metric([self._model_name], getattr(stats, field))
+                yield family
 
 
 def _labelled(values: Mapping[str, float]) -> dict[tuple[str, ...], float]:
