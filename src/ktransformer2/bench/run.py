@@ -27,6 +27,8 @@ def _scenario(name: str, options: BenchOptions) -> Outcome:
             raise ConfigError(f"bench {name} has no part {part!r}; it has: {', '.join(parts) or 'one only'}")
     if options.trace is not None and name != "policy":
         raise ConfigError(f"bench {name} replays no trace of yours; leave --trace out")
+    if options.num_touches is not None and "agentic" not in parts:
+        raise ConfigError(f"bench {name} replays no sessions of agents; leave --touches out")
     if options.resume is not None and not getattr(scenario, "RESUMABLE", False):
         raise ConfigError(f"bench {name} cannot go on where it stopped; leave --resume out")
     outcome: Outcome = scenario.run(options)
