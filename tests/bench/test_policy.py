@@ -18,7 +18,8 @@ from ktransformer2.bench.corpus import block_trace_path
 from ktransformer2.bench.outcome import BenchOptions
 from ktransformer2.bench.policy_hints import HintOracle
 from ktransformer2.bench.policy_sim import MakePolicy, Replay, ceiling, optimum, replay, scan_requests, scan_survival
-from ktransformer2.bench.policy_trace import BlockRequest, Interleaving, read_agentic, read_block_trace
+from ktransformer2.bench.policy_trace import BlockRequest, BlockTrace, Interleaving, read_agentic, read_block_trace
+from ktransformer2.bench.run import main
 from ktransformer2.bench.targets import targets_of
 from ktransformer2.cache.kv_cache import KVCache
 from ktransformer2.cache.replacement import POLICIES, make_policy
@@ -271,6 +272,26 @@ def test_a_part_alone_gives_its_own_figures(monkeypatch: pytest.MonkeyPatch) -> 
     both = set(outcome.summary) | set(hinted.summary)
     rest = {"gap_closed_chat_5pct", "worst_below_best", "mean_below_best"}  # a full run's, and those over all traces
     assert set(targets_of("policy")) == both | rest
+
+
+def test_more_or_fewer_of_the_agents_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Interleaving] = []
+
+    def read(path: Path, how: Interleaving) -> BlockTrace:
+        asked.append(how)
+        return BlockTrace("agents", [BlockRequest(float(n), [n % 5, 5 + n]) for n in range(60)])
+
+    monkeypatch.setattr(policy, "read_agentic", read)
+    options = BenchOptions(quick=True, parts=("agentic",), num_touches=30_000)
+    outcome = policy.run(options)
+    assert [(row["part"], row["policy"]) for row in outcome.rows] == [
+        ("agents", name) for _ in range(2) for name in ("lru", "arc", "adaptive")
+    ]
+    policy.run(dataclasses.replace(options, num_touches=None))
+    assert [how.max_touches for how in asked] == [30_000, 200_000]
+    assert not dataclasses.replace(options, quick=False).is_full, "targets are set for two million"
+    with pytest.raises(ConfigError, match="leave --touches out"):
+        main("memory", options=BenchOptions(num_touches=30_000))
 
 
 @pytest.mark.slow

@@ -21,8 +21,9 @@ class BenchOptions:
     """How a scenario is run. `dtype`, `num_prompts` and `max_tokens` left at None mean what the targets were set for.
 
     Units: `max_tokens` bounds the length of a drawn prompt. `model` is what `load_model` takes; None: the pinned model.
-    `trace`: a file of one's own for `policy`. `url`: the server that `serve` asks;
-    None: one of our own. `resume`: where a scenario that can go on later keeps what is done.
+    `trace`: a file of one's own for `policy`; `num_touches`: how many uses of blocks its agents' sessions have.
+    `url`: the server that `serve` asks; None: one of our own. `resume`: where a scenario that can go on later keeps
+    what is done.
     `parts` of the scenario, by name; none: all. A part that is run in full counts as much as in a run of all.
     """
 
@@ -34,13 +35,14 @@ class BenchOptions:
     model: str | None = None
     parts: tuple[str, ...] = ()
     trace: str | None = None
+    num_touches: int | None = None
     resume: str | None = None
     url: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r} is not allowed; allowed: {', '.join(DTYPES)}")
-        for name in ("num_prompts", "max_tokens"):
+        for name in ("num_prompts", "max_tokens", "num_touches"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} is not allowed; allowed: 1 or more")
@@ -52,7 +54,7 @@ class BenchOptions:
     @property
     def is_full(self) -> bool:
         """A full run measures all that the targets ask. Only full runs enter the status and the README."""
-        bounds = (self.num_prompts, self.max_tokens, self.model, self.trace, self.url)
+        bounds = (self.num_prompts, self.max_tokens, self.model, self.trace, self.num_touches, self.url)
         return not self.quick and all(bound is None for bound in bounds)
 
 

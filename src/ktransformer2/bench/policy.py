@@ -4,7 +4,8 @@ Protocol. Policies were tuned on the first half of each trace (agents: of an int
 second half only, after a replay of the first, and the agents' sessions are interleaved by seeds that nothing was tuned
 on. Capacity is a share of the trace's unique blocks. `ceiling` is a cache without a limit; `gap` is the share of the
 way from LRU to the optimum (`policy_sim` says which). Hints are wrong with a chance of 10 %; their figures are means
-over three seeds. A trace of one's own (`--trace`) is replayed with every policy, and no target is judged on it.
+over three seeds. A trace of one's own (`--trace`) is replayed with every policy, and no target is judged on it, nor on
+more or fewer of the agents' sessions than two million touches (`--touches`; the whole trace has 94 million).
 """
 
 from __future__ import annotations
@@ -219,8 +220,8 @@ def _beds(options: BenchOptions) -> Iterator[Bed]:
             yield Bed.of(read_block_trace(block_trace_path(name)))
     if options.wants("agentic"):
         for seed in UNTUNED_SEEDS[:1] if options.quick else UNTUNED_SEEDS:
-            how = Interleaving(seed, max_touches=200_000 if options.quick else 2_000_000)
-            yield Bed.of(read_agentic(block_trace_path(AGENTIC), how))
+            touches = options.num_touches or (200_000 if options.quick else 2_000_000)
+            yield Bed.of(read_agentic(block_trace_path(AGENTIC), Interleaving(seed, max_touches=touches)))
 
 
 def _chat_figures(scores: Sequence[Score]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -101,32 +102,36 @@ def replay(
 
 def optimum(requests: Sequence[BlockRequest], capacity: int, counted_from: int = 0) -> int:
     """The most hits that requests from `counted_from` on can have."""
-    next_use = _next_uses(requests, capacity)
-    kept: dict[int, int] = {}  # block -> the request that uses it next
-    latest: list[tuple[int, int]] = []  # (-next use, block): the one used last comes first
-    hits = 0
-    for r, request in enumerate(requests):
-        ids = request.ids[:capacity]
-        for i in ids:
-            hits += kept.pop(i, None) is not None
-        while len(kept) > capacity - len(ids):
-            ends, block = heappop(latest)
-            if kept.get(block) == -ends:
-                del kept[block]
-        for i, following in zip(ids, next_use[r], strict=True):
+    kept_for = [0] * len(requests)  # how many blocks are kept until each request, which uses them next
+    latest: list[int] = []  # a heap of such requests, negative: the last one comes first
+    hits = num_kept = 0
+    for r, (request, uses) in enumerate(zip(requests, _next_uses(requests, capacity), strict=True)):
+        hits += kept_for[r]
+        num_kept -= kept_for[r]
+        kept_for[r] = 0
+        room = capacity - len(request.ids[:capacity])
+        while num_kept > room:
+            dropped = min(kept_for[-latest[0]], num_kept - room)
+            kept_for[-latest[0]] -= dropped
+            num_kept -= dropped
+            if not kept_for[-latest[0]]:
+                heappop(latest)
+        for following, count in uses.items():
             if following >= counted_from:
-                kept[i] = following
-                heappush(latest, (-following, i))
+                if not kept_for[following]:
+                    heappush(latest, -following)
+                kept_for[following] += count
+                num_kept += count
     return hits
 
 
-def _next_uses(requests: Sequence[BlockRequest], capacity: int) -> list[list[int]]:
-    """For each touch the next request that touches the block; -1: none."""
+def _next_uses(requests: Sequence[BlockRequest], capacity: int) -> list[Counter[int]]:
+    """For each request how many of its blocks each later one is the next to use; -1: none is."""
     seen: dict[int, int] = {}
-    uses: list[list[int]] = []
+    uses: list[Counter[int]] = []
     for r in range(len(requests) - 1, -1, -1):
         ids = requests[r].ids[:capacity]
-        uses.append([seen.get(i, -1) for i in ids])
+        uses.append(Counter(seen.get(i, -1) for i in ids))
         seen.update(dict.fromkeys(ids, r))
     return uses[::-1]
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -126,8 +127,10 @@ def read_agentic(path: Path, how: Interleaving) -> BlockTrace:
         start_s, lane = heappop(lanes)
         top = 0
         for at_s, runs in taken:
-            ids = [first_id + i for a, n in runs for i in range(a, a + n)]
-            top = max(top, *ids)
+            ids = array("q")  # there may be a hundred million of them
+            for a, n in runs:
+                ids.extend(range(first_id + a, first_id + a + n))
+                top = max(top, first_id + a + n - 1)
             requests.append(BlockRequest(start_s + at_s, ids, session=number))
         first_id = top + 1
         heappush(lanes, (start_s + taken[-1][0] + rng.expovariate(1 / how.pause_s), lane))

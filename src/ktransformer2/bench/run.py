@@ -29,6 +29,8 @@ def _scenario(name: str, options: BenchOptions) -> Outcome:
         raise ConfigError(f"bench {name} replays no trace of yours; leave --trace out")
     if options.url is not None and not getattr(scenario, "TAKES_URL", False):
         raise ConfigError(f"bench {name} asks no server; leave --url out")
+    if options.num_touches is not None and "agentic" not in parts:
+        raise ConfigError(f"bench {name} replays no sessions of agents; leave --touches out")
     if options.resume is not None and not getattr(scenario, "RESUMABLE", False):
         raise ConfigError(f"bench {name} cannot go on where it stopped; leave --resume out")
     outcome: Outcome = scenario.run(options)

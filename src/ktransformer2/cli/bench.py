@@ -63,6 +63,9 @@ def bench(
     trace: Annotated[
         Path | None, typer.Option(help="policy only: replay this trace of your own.", exists=True, dir_okay=False)
     ] = None,
+    touches: Annotated[
+        int | None, typer.Option(help="policy only: agents' sessions with so many uses of blocks.", min=1)
+    ] = None,
 ) -> None:
     """Measure what is promised.
 
@@ -84,6 +87,7 @@ def bench(
         parts=tuple(part or ()),
         trace=None if trace is None else str(trace),
         url=url,
+        num_touches=touches,
         resume=None if resume is None else str(resume),
         **seeded,
     )
