@@ -46,8 +46,9 @@ class LowerStats:
     are from. Prompts waited `fetch_s` for their blocks, and `held_s` of that when it was their turn.
 
     Down. `written_blocks` with `written_bytes` were kept by a tier, `failed_blocks` by none. `skipped_blocks` by why
-    they were not copied: queue or buffer were full, no room for the copy, they or their parents had left. The writer's
-    thread took `writer_cpu_s` of a processor.
+    they were not copied: queue or buffer were full, no room for the copy, they or their parents had left; at the end
+    also: tiers keep no more (`limit`), the time was over, no tier took anything. The writer's thread took
+    `writer_cpu_s` of a processor.
 
     Now. `staged_bytes` are in flight; `held_blocks` and `held_bytes` by tier, `limit_bytes` too; `failures` by tier and
     kind.
@@ -108,7 +109,7 @@ class LowerTiers:
         largest = max(store.sealed_layout.extent_bytes for store in residency.stores)
         limit = max(min(config.staging_bytes, arena.stats.limit_bytes // _STAGING_SHARE), largest)
         self._combiner, self._prefetcher = WriteCombiner(tiers, limit), Prefetcher(tiers)
-        self._demotion = Demotion(residency, arena, self._combiner, self._lies_below, config.write_policy)
+        self._demotion = Demotion(residency, arena, self._combiner, config.write_policy)
         self._promotion = Promotion(residency, arena, self._prefetcher, limit, clock)
         self._clock = clock
         residency.retention.worth = self._worth
@@ -210,7 +211,7 @@ class LowerTiers:
     # --- the end, figures, checks
 
     def end(self) -> bool:
-        """Everything full goes down, at most `flush_s` long; tiers are closed. False: not everything did.
+        """What is full and fits goes down, at most `flush_s` long; tiers are closed. False: not all of it did.
 
         In a child after fork, which has neither threads nor files of its own, nothing is done.
 
@@ -245,7 +246,7 @@ class LowerTiers:
             held_s=up.held_s,
             writer_cpu_s=down.cpu_s,
             restored_tokens=dict(up.restored_tokens),
-            skipped_blocks=dict(self._demotion.skipped),
+            skipped_blocks=dict(+self._demotion.skipped),
             held_blocks={tier.name: tier.held_blocks for tier in tiers},
             held_bytes={tier.name: tier.held_bytes for tier in tiers},
             limit_bytes={tier.name: tier.limit_bytes for tier in tiers},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -76,14 +77,10 @@ def import_(
 def listed(start: int, limit: int, directory: Path | None, as_json: bool) -> None:
     """What `cache ls --disk` prints: a line a block, the newest use first; no key, no text."""
     from ktransformer2.bench.report import table
-    from ktransformer2.tiers.disk import DiskTier
+    from ktransformer2.tiers.disk_listing import look
 
-    place, limits = _place(directory)
-    entries = []
-    if place.is_dir():
-        tier = DiskTier(place, limits)
-        entries = tier.entries()
-        tier.close()
+    place, _ = _place(directory)
+    entries = look(place, time.time()) if place.is_dir() else []
     rows = [
         {
             "model": each.fingerprint.hex()[:12],
