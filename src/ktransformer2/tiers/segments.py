@@ -1,4 +1,4 @@
-"""Segment files: records one behind the other, and the few ways in which their bytes are touched but read.
+"""Segment files: records one behind the other; how they are added, found again, wiped and discarded.
 
     record = header, padded to a page | payload, padded to a page          page = 4,096 bytes
 
