@@ -19,7 +19,7 @@ BLOCKS = chain("a", 4)
 
 def state(directory: Path) -> dict[str, tuple[int, int, bytes]]:
     """Everything that a change of a file would change."""
-    return {file.name: (*file.stat()[1:2], file.stat().st_mtime_ns, file.read_bytes()) for file in directory.iterdir()}
+    return {file.name: (file.stat().st_ino, file.stat().st_mtime_ns, file.read_bytes()) for file in directory.iterdir()}
 
 
 def without_ages(blocks: list[HeldBlock]) -> list[HeldBlock]:

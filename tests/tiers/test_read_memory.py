@@ -16,10 +16,10 @@ def test_memory_is_used_again_once_nobody_holds_a_part_of_it() -> None:
     assert memory.spare_bytes == 0
     other = memory.take(3 * MB)
     other[:5] = b"other"
-    assert part == b"first"
+    assert bytes(part) == b"first"
     del part
     assert memory.spare_bytes == 3 * MB
-    assert memory.take(2 * MB + 1)[:5] == b"first", "the same memory, for what is a little smaller"
+    assert bytes(memory.take(2 * MB + 1)[:5]) == b"first", "the same memory, for what is a little smaller"
 
 
 def test_so_many_bytes_are_taken_and_can_be_written_to() -> None:

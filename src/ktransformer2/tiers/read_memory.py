@@ -35,7 +35,7 @@ class ReadMemory:
         with self._lock:
             self._num_taken += 1
         weakref.finalize(part, self._give_back, area).atexit = False
-        return memoryview(part)
+        return part.data
 
     @property
     def spare_bytes(self) -> int:
