@@ -4,19 +4,22 @@ found under a wrong prefix shows itself."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
 from ktransformer2.cache.block import RELEASED, BlockTable
+from ktransformer2.cache.block_store import BlockStore
 from ktransformer2.cache.kv_cache import KVCache
 from ktransformer2.config import CacheConfig
-from ktransformer2.kernels import reference
+from ktransformer2.kernels import attention
 from ktransformer2.kernels.pages import sections
 from ktransformer2.layout import Form, LayerGroup, ModelGeometry, RopeSpec, unpack_page
 
 _MASK = 2**64 - 1
+_FACTOR = 6364136223846793005
 FULL_GROUP = LayerGroup((0, 2), num_kv_heads=2, k_head_size=8, v_head_size=16)
 WINDOW_GROUP = LayerGroup((1,), num_kv_heads=1, k_head_size=8, v_head_size=8, window=40)
 ROPE = RopeSpec((1.0, 0.1, 0.01, 0.001))
@@ -42,14 +45,17 @@ def make_cache(*groups: LayerGroup, clock: Any = None, **config: Any) -> KVCache
     return KVCache(geometry(*groups), CacheConfig(**settings), b"test model", clock or Clock())
 
 
-def expected_rows(group: LayerGroup, tokens: Sequence[int]) -> np.ndarray:
-    """[len(tokens), L, G, Dk + Dv] fp32 in [-1, 1): row i depends on tokens[: i + 1] and nothing else."""
+def expected_rows(group: LayerGroup, tokens: Sequence[int], first: int = 0) -> np.ndarray:
+    """[len(tokens) - first, L, G, Dk + Dv] fp32 in [-1, 1), from row `first` on: row i depends on tokens[: i + 1] and
+    nothing else.
+
+    Its seed is that of the row before times a constant, plus the token, modulo 2^64; all at once as a running sum.
+    """
     width = group.num_kv_heads * (group.k_head_size + group.v_head_size) * len(group.layers)
-    seeds, seed = [], hash(group) & _MASK
-    for token in tokens:
-        seed = (seed * 6364136223846793005 + 2 * int(token) + 1) & _MASK
-        seeds.append(seed)
-    mixed = np.array(seeds, np.uint64)[:, None] + np.arange(width, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    powers, inverse = _powers(1 << len(tokens).bit_length())
+    summed = np.cumsum(inverse[: len(tokens)] * (2 * np.asarray(tokens, np.uint64) + np.uint64(1)))
+    seeds = (powers[: len(tokens)] * (summed + np.uint64(hash(group) & _MASK)))[first:]
+    mixed = seeds[:, None] + np.arange(width, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
     rows = (mixed >> np.uint64(40)).astype(np.float32) / 2**23 - 1
@@ -57,18 +63,26 @@ def expected_rows(group: LayerGroup, tokens: Sequence[int]) -> np.ndarray:
     return rows.reshape(shape)
 
 
+@cache
+def _powers(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first powers of the constant, and of what undoes it: [count] uint64 each."""
+    both = _FACTOR, pow(_FACTOR, -1, 2**64)
+    powers, inverse = (np.cumprod(np.full(count, factor, np.uint64), dtype=np.uint64) for factor in both)
+    return powers, inverse
+
+
 def compute(cache: KVCache, step: Sequence[tuple[BlockTable, Sequence[int]]]) -> None:
     """Store and seal the rows of a step whose room is allocated, then publish it."""
     batches = cache.prepare([(table, len(new)) for table, new in step])
     for group, batch in zip(cache.geometry.groups, batches, strict=True):
         rows = np.concatenate(
-            [expected_rows(group, [*table.tokens, *new])[table.num_tokens :] for table, new in step if len(new)]
+            [expected_rows(group, [*table.tokens, *new], table.num_tokens) for table, new in step if len(new)]
         )
         for column in range(len(group.layers)):
             k = torch.from_numpy(rows[:, column, :, : group.k_head_size].copy())
             v = torch.from_numpy(rows[:, column, :, group.k_head_size :].copy())
-            reference.store_kv(k, v, batch, column)
-            reference.seal(k, v, batch, column)
+            attention.store_kv(k, v, batch, column)
+            attention.seal(k, v, batch, column)
     for table, new in step:
         cache.publish(table, new)
 
@@ -97,23 +111,29 @@ def start(cache: KVCache, tokens: Sequence[int], salt: bytes = b"") -> BlockTabl
 
 def read_rows(cache: KVCache, table: BlockTable, group: int) -> tuple[np.ndarray, np.ndarray]:
     """(rows [N, L, G, Dk + Dv], held [N]): what later queries would read, or as computed where nothing is sealed."""
-    shape, store = cache.geometry.groups[group], cache._residency.stores[group]
-    pieces, held = [], []
-    for block_id, first_row, rows, _ in table.groups[group].entries.tolist():
-        held += [block_id != RELEASED] * rows
-        layers = []
-        for column in range(len(shape.layers)):
-            if block_id == RELEASED:
-                layers.append(np.zeros((rows, shape.num_kv_heads, shape.k_head_size + shape.v_head_size), np.float32))
-                continue
+    shape, store, p = cache.geometry.groups[group], cache._residency.stores[group], cache.config.block_tokens
+    entries = table.groups[group].entries.tolist()
+    heads, k_size = shape.num_kv_heads, shape.k_head_size
+    blocks = np.zeros((len(entries), p, len(shape.layers), heads, k_size + shape.v_head_size), np.float32)
+    for column in range(len(shape.layers)):
+        for forms, pages in _pages(store, entries, column).items():
+            for section, part in zip(sections(shape, p, *forms), (slice(k_size), slice(k_size, None)), strict=True):
+                rows = section.load(list(pages.values())).unflatten(1, (len(pages), p))  # [G, N, P, D]
+                blocks[list(pages), :, column, :, part] = rows.permute(1, 2, 0, 3).numpy()
+    pieces = [block[first : first + rows] for block, (_, first, rows, _) in zip(blocks, entries, strict=True)]
+    held = [block_id != RELEASED for block_id, _, rows, _ in entries for _ in range(rows)]
+    return np.concatenate([blocks[:0, 0], *pieces]), np.array(held, bool)
+
+
+def _pages(store: BlockStore, entries: list[list[int]], column: int) -> dict[tuple[Form, Form], dict[int, int]]:
+    """By the forms of their pages: the places of entries, with the addresses of the pages."""
+    found: dict[tuple[Form, Form], dict[int, int]] = {}
+    for place, (block_id, *_) in enumerate(entries):
+        if block_id != RELEASED:
             page = int(store.page_table[block_id, column]) or int(store.open_table[block_id, column])
-            address, k_form, v_form = unpack_page(page)
-            both = sections(shape, cache.config.block_tokens, k_form, v_form)
-            k, v = (section.load([address]).transpose(0, 1).clone().numpy() for section in both)
-            layers.append(np.concatenate([k, v], -1)[first_row : first_row + rows])
-        pieces.append(np.stack(layers, 1))
-    empty = np.zeros((0, len(shape.layers), shape.num_kv_heads, shape.k_head_size + shape.v_head_size), np.float32)
-    return np.concatenate([empty, *pieces]), np.array(held, bool)
+            address, *forms = unpack_page(page)
+            found.setdefault((forms[0], forms[1]), {})[place] = address
+    return found
 
 
 def assert_rows(cache: KVCache, table: BlockTable, tokens: Sequence[int]) -> None:

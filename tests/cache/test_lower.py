@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from ktransformer2.cache import promotion
 from ktransformer2.cache.kv_cache import KVCache
 from ktransformer2.config import CacheConfig, TierConfig
 from ktransformer2.errors import ConfigError
+from ktransformer2.tiers.disk import DiskTier
+from ktransformer2.tiers.disk_store import DiskLimits
 from tests.cache.factories import (
     FULL_GROUP,
     WINDOW_GROUP,
@@ -236,11 +239,87 @@ def test_the_end_does_not_try_for_ever_where_nothing_is_taken(tier: MemoryTier) 
     assert tier.is_closed
 
 
-def test_no_time_to_flush_writes_nothing(tier: MemoryTier) -> None:
+def test_no_time_to_flush_writes_nothing_and_says_so(tier: MemoryTier, caplog: pytest.LogCaptureFixture) -> None:
     cache = cache_over(tier, flush_s=0.0)
     assert start(cache, TEXT) is not None
     cache.close()
     assert not tier.blocks
+    assert figures(cache).skipped_blocks == {"time": FULL_BLOCKS}
+    assert caplog.messages == ["12 full blocks are not kept for the next time: 12 for want of time"]
+
+
+def test_what_no_tier_takes_at_the_end_is_counted(tier: MemoryTier, caplog: pytest.LogCaptureFixture) -> None:
+    cache = cache_over(tier, staging_bytes=1)  # one block at a time
+    assert start(cache, TEXT) is not None
+    tier.fails.add("put")
+    cache.close()
+    stats = figures(cache)
+    assert stats.failed_blocks + stats.skipped_blocks["tier"] >= FULL_BLOCKS
+    assert "for want of a tier that takes them" in caplog.text
+
+
+def test_the_end_writes_what_fits_on_the_disk_and_writes_it_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit = 4 * 2**20
+    lineage = make_cache().lineage
+    disk = DiskTier(tmp_path, DiskLimits(limit), lineage)
+    cache = cache_over(disk, cached_share_ratio=1.0)
+    texts = [[text, *TEXT[:80]] for text in range(40)]  # five blocks each, more than fit
+    for text in texts:
+        table = start(cache, text)
+        assert table is not None
+        cache.release(table)
+        cache._clock.now += 1.0  # type: ignore[attr-defined]  # the tests' clock
+    cache.close()
+    stats, below = figures(cache), disk.stats()
+    assert below.evicted_blocks == 0
+    assert below.stored_blocks == stats.written_blocks > 100
+    assert stats.skipped_blocks == {"limit": 200 - stats.written_blocks}
+    assert len(caplog.messages) == 1
+    assert f"{200 - stats.written_blocks} for want of room in a tier" in caplog.text
+    again = cache_over(DiskTier(tmp_path, DiskLimits(limit), lineage))
+    found = [fetched(again, text).cached_tokens for text in texts]
+    assert set(found[:-1]) <= {0, 80} | {tokens for tokens in found if found.count(tokens) == 1}, "texts are whole"
+    assert found == sorted(found), "the last used are there"
+    assert found[-20:] == [80] * 20
+
+
+def test_at_the_end_a_small_tier_gets_what_it_keeps_and_a_large_one_the_rest_too() -> None:
+    small, large = MemoryTier("small"), MemoryTier("large")
+    cache = cache_over(small, large)
+    old, new = start(cache, TEXT[:64]), start(cache, [9, *TEXT[:63]])
+    assert old is not None
+    assert new is not None
+    cache.release(old)
+    cache.release(new)
+    small.limit_bytes = 6 * (cache.lineage.payload_bytes[0] + 24 * 2**10)  # and a share of it for what is not records
+    cache.close()
+    assert (len(small.blocks), len(large.blocks)) == (5, 8)
+    assert parents_first(small)
+    assert parents_first(large)
+
+
+def test_what_only_a_tier_has_that_ends_too_is_written_at_the_end(tier: MemoryTier) -> None:
+    host = MemoryTier("host")
+    host.lasts = False
+    cache = cache_over(host, tier)
+    tier.fails.add("put")
+    seen_twice(cache, TEXT)
+    write(cache)
+    tier.fails.clear()
+    assert (len(host.blocks), len(tier.blocks)) == (FULL_BLOCKS, 0)
+    cache.close()
+    assert len(tier.blocks) == FULL_BLOCKS
+
+
+def test_at_the_end_nothing_is_written_to_what_ends_too(tier: MemoryTier, caplog: pytest.LogCaptureFixture) -> None:
+    tier.lasts = False
+    cache = cache_over(tier)
+    assert start(cache, TEXT) is not None
+    cache.close()
+    assert not tier.blocks
+    assert caplog.messages == []
 
 
 def test_memory_of_others_is_not_written(tier: MemoryTier) -> None:

@@ -55,6 +55,16 @@ def test_ls_shows_what_lies_there(directory: Path) -> None:
     assert "More: --disk --start 5" in text
 
 
+def test_ls_changes_nothing_and_works_beside_an_engine(directory: Path) -> None:
+    tier = open_tier(directory)
+    before = {file.name: file.stat().st_mtime_ns for file in directory.iterdir()}
+    assert found("ls", "--disk", "--directory", directory)["num_blocks"] == NUM_BLOCKS + 1
+    assert {file.name: file.stat().st_mtime_ns for file in directory.iterdir() if "-shm" not in file.name} == {
+        name: time for name, time in before.items() if "-shm" not in name
+    }
+    tier.close()
+
+
 def test_clear_deletes_all_of_it(directory: Path) -> None:
     held = sum(each.stat().st_size for each in directory.iterdir())
     assert found("clear", "--directory", directory)["freed_bytes"] > NUM_BLOCKS * 8192

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -56,6 +56,14 @@ def block(name: str, parent: str | None = None, *, group: int = 0, num_bytes: in
 def chain(name: str, length: int) -> list[StoredBlock]:
     """`length` blocks of one text: name0, name1 behind it, and so on."""
     return [block(f"{name}{i}", f"{name}{i - 1}" if i else None) for i in range(length)]
+
+
+def remove(tier: DiskTier, keys: Sequence[bytes]) -> None:
+    """Remove blocks, and what cannot be without them, as the tier does with damaged ones."""
+    store = tier._store
+    assert store is not None
+    with store.changing():
+        store.remove_all(list(store.index.find(tier._lineages(store.index), keys).values()))
 
 
 def disk_bytes(directory: Path) -> int:

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from ktransformer2.tiers.disk import DiskTier
 from ktransformer2.tiers.disk_store import DiskLimits
-from tests.tiers.disk_factories import RECORD_BYTES, chain, lineage
+from tests.tiers.disk_factories import RECORD_BYTES, chain, lineage, remove
 
 NUM_TEXTS = 23
 LIMITS = DiskLimits(30 * RECORD_BYTES + 360_000, segment_bytes=12 * RECORD_BYTES)
@@ -25,7 +25,7 @@ def write_without_end(directory: Path, seed: int, ready: int) -> NoReturn:
     for i in count(seed * 7):
         tier.put(chain(f"{i % NUM_TEXTS}.", 3))
         if i % 5 == 4:
-            tier.delete([chain(f"{(i + 3) % NUM_TEXTS}.", 2)[1].key])
+            remove(tier, [chain(f"{(i + 3) % NUM_TEXTS}.", 2)[1].key])
     raise AssertionError("it counts without end")
 
 

@@ -12,12 +12,14 @@ from ktransformer2.tiers.tier import ROOT, StoredBlock, TierStats
 class MemoryTier:
     """`gate`: while it is not set, `put` and `get` wait; `entered`: one of them was called.
 
-    `lasts`: as if it outlived the process; a host does not. `raises`, `fails`: names of calls that do. `most`: a
-    short read. `says_yes`: a filter without use. `transfers`: the keys of each `put` and `get`, in order.
+    `lasts`: as if it outlived the process; a host does not. `limit_bytes` is only told of. `raises`, `fails`: names of
+    calls that do. `most`: a short read. `says_yes`: a filter without use. `transfers`: the keys of each `put` and
+    `get`, in order.
     """
 
     def __init__(self, name: str = "memory", limit_blocks: int = 10**9) -> None:
         self.name, self.limit_blocks, self.lasts = name, limit_blocks, name != "host"
+        self.limit_bytes = 0
         self.blocks: dict[bytes, StoredBlock] = {}
         self.gate = threading.Event()
         self.gate.set()
@@ -69,12 +71,6 @@ class MemoryTier:
         for child in [each.key for each in self.blocks.values() if each.parent == key and each.holds_parent]:
             self.forget(child)
 
-    def delete(self, keys: Sequence[bytes]) -> int:
-        before = len(self.blocks)
-        for key in keys:
-            self.forget(key)
-        return before - len(self.blocks)
-
     def clear(self) -> int:
         freed = sum(len(block.payload) for block in self.blocks.values())
         self.blocks.clear()
@@ -82,7 +78,7 @@ class MemoryTier:
 
     def stats(self) -> TierStats:
         num_bytes = sum(len(block.payload) for block in list(self.blocks.values()))
-        return TierStats(self.name, len(self.blocks), num_bytes)
+        return TierStats(self.name, len(self.blocks), num_bytes, self.limit_bytes)
 
     def close(self) -> None:
         self.is_closed = True

@@ -26,6 +26,7 @@ from tests.tiers.disk_factories import (
     key_of,
     lineage,
     payload_of,
+    remove,
     segment_files,
 )
 
@@ -118,7 +119,7 @@ def test_it_is_all_there_in_the_next_process(open_tier: Opener, tmp_path: Path) 
 def test_a_lost_index_is_built_anew_from_the_segments(open_tier: Opener, tmp_path: Path) -> None:
     first = open_tier(tmp_path, ROOMY, MODEL)
     first.put(chain("a", 3))
-    first.delete(keys("a2"))
+    remove(first, keys("a2"))
     first.close()
     for file in tmp_path.glob("index*"):
         file.unlink()
@@ -259,26 +260,19 @@ def lies_in_files(directory: Path, payload: bytes) -> bool:
     return any(payload[:64] in file.read_bytes() for file in directory.iterdir())
 
 
-def test_deleted_bytes_are_gone_when_the_call_returns(tier: DiskTier) -> None:
+def test_removed_bytes_are_gone_when_the_call_returns(tier: DiskTier) -> None:
     blocks = chain("a", 3)
     tier.put([*blocks, *chain("b", 1)])
     (segment,) = segment_files(tier.directory)
     before = segment.stat().st_blocks
-    assert tier.delete(keys("a1", "never")) == 2  # a2 continues it
+    remove(tier, keys("a1", "never"))  # a2 continues it
     assert not lies_in_files(tier.directory, bytes(blocks[1].payload))
     assert not lies_in_files(tier.directory, bytes(blocks[2].payload))
     assert before - segment.stat().st_blocks == 2 * RECORD_BYTES // 512
     assert held(tier) == set(keys("a0", "b0"))
     assert tier.get(keys("a0", "a1")) == [blocks[0].payload]
-    assert tier.delete(keys("a0", "b0")) == 2
+    remove(tier, keys("a0", "b0"))
     assert segment_files(tier.directory) == []
-
-
-def test_deleting_passes_through_windows(open_tier: Opener, tmp_path: Path) -> None:
-    tier = open_tier(tmp_path, ROOMY, lineage(payload_bytes=(PAYLOAD_BYTES, 500)))
-    windowed = [block(f"a{i}", f"a{i - 1}" if i else None, group=1, num_bytes=500) for i in range(3)]
-    tier.put(windowed)
-    assert tier.delete([windowed[0].key]) == 3
 
 
 def test_where_no_hole_can_be_left_zeros_are_written_and_compaction_gives_the_room_back(
@@ -289,7 +283,7 @@ def test_where_no_hole_can_be_left_zeros_are_written_and_compaction_gives_the_ro
     tier = open_tier(tmp_path, limits, MODEL)
     first = chain("first", 1)
     tier.put([*first, *chain("x", 4)])
-    tier.delete([first[0].key])
+    remove(tier, [first[0].key])
     assert not lies_in_files(tmp_path, bytes(first[0].payload))
     for i in range(40):
         assert tier.put(chain(f"text{i}.", 5)) == 5
@@ -382,7 +376,7 @@ def test_gc_brings_together_what_is_mostly_holes(open_tier: Opener, tmp_path: Pa
     for i in range(4):
         tier.put([block(f"s{i}.{j}") for j in range(20)])
     assert len(segment_files(tmp_path)) == 4
-    tier.delete([key_of(f"s{i}.{j}") for i in range(4) for j in range(20) if j % 10])
+    remove(tier, [key_of(f"s{i}.{j}") for i in range(4) for j in range(20) if j % 10])
     tier.gc()
     left = keys(*(f"s{i}.{j}" for i in range(4) for j in (0, 10)))
     assert held(tier) == set(left)

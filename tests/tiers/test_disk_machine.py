@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from ktransformer2.tiers.disk import DiskTier
 from ktransformer2.tiers.disk_store import DiskLimits
 from ktransformer2.tiers.tier import StoredBlock
-from tests.tiers.disk_factories import RECORD_BYTES, block, disk_bytes, key_of, lineage, payload_of
+from tests.tiers.disk_factories import RECORD_BYTES, block, disk_bytes, key_of, lineage, payload_of, remove
 
 # A forest: three texts of four blocks, and a second end for each from its second block on.
 PARENTS: dict[str, str | None] = {}
@@ -80,9 +80,9 @@ class DiskAgainstDict(RuleBasedStateMachine):
         assert self.tier.get([key_of(name) for name in names]) == expected
 
     @rule(names=NAMES)
-    def delete(self, names: list[str]) -> None:
+    def remove(self, names: list[str]) -> None:
         gone = continuations(set(names), self.held)
-        assert self.tier.delete([key_of(name) for name in names]) == len(gone)
+        remove(self.tier, [key_of(name) for name in names])
         self.held -= gone
 
     @rule()

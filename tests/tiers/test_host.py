@@ -86,7 +86,6 @@ def test_blocks_with_a_window_do_without_the_one_before() -> None:
     assert tier.put([second]) == 1
     assert tier.put([first]) == 1
     assert tier.get([first.key, second.key]) == [first.payload, second.payload]
-    assert tier.delete([first.key]) == 2  # what continues it goes too
 
 
 def test_a_payload_of_another_shape_is_left_out_and_counted() -> None:
@@ -94,18 +93,6 @@ def test_a_payload_of_another_shape_is_left_out_and_counted() -> None:
     assert tier.put([replace(good, payload=b"short"), block("b", group=1)]) == 0
     assert tier.stats().failures == {"unfit": 2}
     assert HostTier(lineage(), PAGE).put([good]) == 0  # larger than the whole limit
-
-
-def test_deleting_takes_what_continues_it() -> None:
-    tier = host(8)
-    a = chain("a", 4)
-    tier.put(a)
-    tier.put([block("branch", "a1"), block("other")])
-    assert tier.delete([a[1].key, key_of("never")]) == 4
-    assert held(tier, a) == [True, False, False, False]
-    assert tier.may_hold(key_of("other"))
-    assert not tier.may_hold(key_of("branch"))
-    tier.check_integrity()
 
 
 def test_clearing_gives_the_memory_back() -> None:
@@ -124,7 +111,7 @@ def test_a_closed_tier_holds_nothing_and_raises_nothing() -> None:
     tier.put(chain("a", 2))
     tier.close()
     tier.close()
-    assert (tier.put(chain("a", 2)), tier.get([key_of("a0")]), tier.delete([key_of("a0")])) == (0, [], 0)
+    assert (tier.put(chain("a", 2)), tier.get([key_of("a0")])) == (0, [])
     assert (tier.clear(), tier.may_hold(key_of("a0"))) == (0, False)
     assert tier.stats().stored_blocks == 2
 
@@ -152,7 +139,7 @@ def test_readers_and_a_writer_share_it() -> None:
     for round_ in range(10):
         tier.put(blocks)
         tier.put(chain(f"b{round_}", 10))
-        tier.delete([blocks[5].key])
+        tier.clear()
     done.set()
     for reader in readers:
         reader.join()
@@ -235,15 +222,6 @@ class HostMachine(RuleBasedStateMachine):
             twin.used = self.calls
             expected.append(one.payload)
         assert self.tier.get([one.key for one in blocks]) == expected
-
-    @rule(path=PATHS, group=st.integers(0, 1))
-    def delete(self, path: tuple[int, ...], group: int) -> None:
-        doomed = {self.make(path, group).key}
-        while more := {twin.block.key for twin in self.twins if twin.block.parent in doomed} - doomed:
-            doomed |= more
-        gone = [twin for twin in self.twins if twin.block.key in doomed]
-        assert self.tier.delete([self.make(path, group).key]) == len(gone)
-        self.twins = [twin for twin in self.twins if twin not in gone]
 
     @rule()
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""Segment files: where records lie, what is read and scanned of damaged ones, and what wiping leaves."""
+"""Segment files: where records lie, what is scanned of damaged ones, and what wiping leaves."""
 
 from __future__ import annotations
 
@@ -48,20 +48,8 @@ def test_neighbours_are_read_in_one_call() -> None:
     assert adjacent([]) == []
     many = [Place(1, i * 2 * PAGE_BYTES, 1) for i in range(700)]
     assert [len(run) for run in adjacent(many)] == [340, 340, 20]
-
-
-def test_records_come_back(directory: Path) -> None:
-    found = segments.read(directory, PLACES[1:3])
-    assert [(record.header, record.payload) for record in found] == RECORDS[1:3]
-
-
-def test_what_lies_behind_the_end_reads_as_zeros(directory: Path) -> None:
-    os.truncate(directory / segment_name(1), 2 * RECORD_BYTES + PAGE_BYTES + 10)
-    found = segments.read(directory, PLACES)
-    assert [record.header for record in found] == [*(header for header, _ in RECORDS[:3]), None]
-    assert found[1].payload == RECORDS[1][1]
-    assert found[2].payload == bytes(RECORDS[2][1])[:10] + bytes(PAYLOAD_BYTES - 10)
-    assert found[3].payload == bytes(PAYLOAD_BYTES)
+    assert [len(run) for run in adjacent(PLACES, 2 * RECORD_BYTES)] == [2, 2]
+    assert [len(run) for run in adjacent(PLACES, 1)] == [1, 1, 1, 1], "each is larger than that"
 
 
 def test_a_scan_steps_over_damage_and_holes_and_stops_at_a_cut(directory: Path) -> None:
@@ -135,7 +123,6 @@ def test_a_link_is_never_followed(directory: Path) -> None:
     outside.write_bytes(b"not ours")
     (directory / segment_name(2)).symlink_to(outside)
     for touch in (
-        lambda: segments.read(directory, [Place(2, 0, 4)]),
         lambda: segments.wipe(directory, 2, 0, 4),
         lambda: segments.discard(directory / segment_name(2)),
         lambda: SegmentWriter.adopt(directory, 2, 0),

@@ -99,7 +99,6 @@ def test_pieces_are_bounded_and_nothing_is_lost_between_them(port: int, monkeypa
         assert one.get(keys(blocks)) == [each.payload for each in blocks]
         assert one.stats().transfers == 8
         assert one.stats().median_transfer_bytes == 3 * PAYLOAD_BYTES
-        assert one.delete([blocks[3].key]) == 7
 
 
 def test_what_is_too_large_or_of_another_shape_is_left_out_and_counted(port: int) -> None:
@@ -282,23 +281,13 @@ def test_deployments_and_lineages_do_not_see_each_other(port: int) -> None:
             assert each.stats().held_blocks == 2
         direct(port).set("a name of somebody else", "kept")
         assert direct(port).dbsize() == 7
-        assert one.delete([blocks[0].key]) == 2
-        assert [len(each.get(keys(blocks))) for each in (one, stranger, other)] == [0, 2, 2]
-        one.put(blocks)
+        assert [len(each.get(keys(blocks))) for each in (one, stranger, other)] == [2, 2, 2]
         value = Deployment(KEY, lineage()).value_bytes(0)
         assert one.clear() == 4 * value  # both lineages of the deployment
         assert one.stats().held_blocks == 0
         assert not one.may_hold(blocks[0].key)
         assert [len(each.get(keys(blocks))) for each in (one, stranger, other)] == [0, 2, 0]
         assert direct(port).get("a name of somebody else") == b"kept"
-
-
-def test_deleting_takes_what_continues_it(port: int) -> None:
-    blocks = chain("a", 4)
-    with tier(port) as writer, tier(port) as one:
-        writer.put([*blocks, block("branch", "a1"), block("other")])
-        assert one.delete([blocks[1].key, key_of("never")]) == 4
-        assert [len(one.get([key])) for key in (*keys(blocks), key_of("branch"), key_of("other"))] == [1, 0, 0, 0, 0, 1]
 
 
 def test_a_full_server_takes_what_it_can_and_no_child_without_its_parent(port: int) -> None:
@@ -323,7 +312,7 @@ def test_a_closed_tier_holds_nothing_and_raises_nothing(port: int) -> None:
         one.put([block("a")])
         one.close()
         one.close()
-        assert (one.put([block("a")]), one.get([key_of("a")]), one.delete([key_of("a")]), one.clear()) == (0, [], 0, 0)
+        assert (one.put([block("a")]), one.get([key_of("a")]), one.clear()) == (0, [], 0)
         assert not one.refresh()
         assert one.stats().failures == {}
     with tier(port) as later:

@@ -29,7 +29,7 @@ from ktransformer2.tiers.bloom import BloomFilter
 from ktransformer2.tiers.disk import DiskTier
 from ktransformer2.tiers.disk_store import DiskLimits
 from ktransformer2.tiers.prefetcher import Prefetcher
-from ktransformer2.tiers.tier import ROOT, Lineage, StoredBlock
+from ktransformer2.tiers.tier import ROOT, Lineage, Payload, StoredBlock
 from ktransformer2.tiers.write_combiner import WriteCombiner
 
 PARTS = ("disk", "filter", "writer", "prefetch")
@@ -151,7 +151,7 @@ def _write(tier: DiskTier, chains: Chains) -> None:
     assert stats.written_blocks == chains.count * chains.length, stats
 
 
-def _through_the_tier(prefetcher: Prefetcher, chains: Chains) -> Iterator[tuple[list[bytearray], tuple[bytes, ...]]]:
+def _through_the_tier(prefetcher: Prefetcher, chains: Chains) -> Iterator[tuple[list[Payload], tuple[bytes, ...]]]:
     """Every chain in slices, in order, by the reader's thread: payloads with their keys."""
     at_once = max(1, _SLICE_BYTES // chains.payload_bytes)
     slices = [

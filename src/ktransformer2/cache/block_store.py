@@ -138,7 +138,7 @@ class BlockStore:
         ctypes.memmove(target, block.extent, self._row_bytes)
         return payload
 
-    def write_sealed(self, block: Block, payload: bytearray) -> None:
+    def write_sealed(self, block: Block, payload: bytearray | memoryview) -> None:
         """Make of a new block the full one that `read_sealed` has copied."""
         assert self._is_sealed(block), f"{block} has no sealed extent"
         assert len(payload) == self.sealed_layout.extent_bytes, f"{len(payload)} bytes for {block}"

@@ -19,16 +19,26 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
 
 from ktransformer2.cache.block import Block
 from ktransformer2.cache.residency import Residency
 from ktransformer2.memory.arena import Arena
+from ktransformer2.tiers.tally import LOG
 from ktransformer2.tiers.tier import ROOT, StoredBlock
 from ktransformer2.tiers.write_combiner import WriteCombiner
 
 _MOST_WANTED = 4096  # blocks that wait to be copied
 _MOST_KNOWN = 65_536  # keys that are remembered to lie below: some 10 MB
+_RECORD_BYTES = 24 * 2**10  # what a tier may count for a payload beside itself: header, padding, pages of an index
+_WANTS = {
+    "limit": "room in a tier",
+    "time": "time",
+    "tier": "a tier that takes them",
+    "room": "memory to copy them",
+    "left": "memory to copy others",
+    "buffer": "a buffer",
+    "parent": "the block before them",
+}
 _MOST_FAILURES = 3  # failed transfers after which the orderly end gives up: a full disk stays full
 
 
@@ -56,20 +66,11 @@ class KnownKeys:
 class Demotion:
     """The way down of one cache's blocks, through `combiner`."""
 
-    def __init__(
-        self,
-        residency: Residency,
-        arena: Arena,
-        combiner: WriteCombiner,
-        may_hold: Callable[[bytes], bool],
-        policy: str,
-    ) -> None:
-        """`may_hold`: False for a key that surely lies in no tier that lasts."""
-        self._residency, self._arena, self._combiner = residency, arena, combiner
-        self._may_hold, self._policy = may_hold, policy
+    def __init__(self, residency: Residency, arena: Arena, combiner: WriteCombiner, policy: str) -> None:
+        self._residency, self._arena, self._combiner, self._policy = residency, arena, combiner, policy
         self.known = KnownKeys()
         self.charged_bytes = 0
-        self.skipped: Counter[str] = Counter()  # blocks that were not taken, by why: queue, buffer, room, left, parent
+        self.skipped: Counter[str] = Counter()  # blocks that were not taken, by why
         self._wanted: dict[bytes, Block] = {}  # in the order in which they are to be copied
         self._ended = False
         self._num_failures = 0  # since the end began
@@ -126,31 +127,89 @@ class Demotion:
             del self._wanted[key]
 
     def end(self, limit_s: float) -> bool:
-        """The orderly end: all full blocks go down, the last used first; False: not all in `limit_s`. Waits.
+        """The orderly end: of all full blocks what fits the tiers goes down once, the last used first. Waits.
 
-        Side effect: where the limit leaves no room for copies, blocks that nobody uses are evicted for it.
+        False: not all of it went down in `limit_s`. What is not kept below is counted in `skipped`, and said in one
+        line of the log. Side effect: blocks that nobody uses are evicted, where they do not fit below or their room is
+        needed for copies.
         """
+        deadline = time.monotonic() + limit_s
+        skipped, failed = Counter(self.skipped), self._combiner.stats().failed_blocks
         self._ended = True
         self._wanted.clear()
-        deadline = time.monotonic() + limit_s
-        done = all(self._end_with(block, deadline) for block in self._last_used_first())
-        done &= self._combiner.close(max(0.0, deadline - time.monotonic()))
+        if most_bytes := self._combiner.begin_end():
+            self._evict_surplus(most_bytes)
+            self._write_what_fits(deadline)
+        done = self._combiner.close(max(0.0, deadline - time.monotonic()))
         self._settle()
+        stats = self._combiner.stats()
+        self.skipped["time"] += stats.left_blocks
+        lost = self.skipped - skipped + Counter(tier=stats.failed_blocks - failed)
+        if lost:
+            reasons = ", ".join(f"{count:,} for want of {_WANTS[why]}" for why, count in lost.items())
+            LOG.warning("%d full blocks are not kept for the next time: %s", lost.total(), reasons)
         return done
 
+    def _evict_surplus(self, most_bytes: float) -> None:
+        """Let go what the roomiest tier could not keep, in the order in which blocks leave: prefixes stay whole."""
+        surplus = sum(map(self._taken_below, self._full_blocks())) - most_bytes
+        self._residency.retention.worth = None  # that a block lies below already makes it worth no less there
+
+        def note(block: Block) -> bool:
+            nonlocal surplus
+            if block.key is not None:
+                surplus -= self._taken_below(block)
+                self.skipped["limit"] += not self.lies_below(stored_key(block))
+            return False
+
+        while surplus > 0 and self._residency.evict_one("end", note):
+            pass
+
+    def _write_what_fits(self, deadline: float) -> None:
+        """Offer blocks until none fits, or the time is over, or the tiers take nothing; count those that are left."""
+        blocks = {stored_key(block): block for block in self._last_used_first()}
+        why, size = "", 0
+        for key, block in blocks.items():
+            size += self._taken_below(block)
+            left_s = deadline - time.monotonic()
+            if not why and not self._combiner.narrow(size, left_s):
+                why = "limit"
+            elif not why and left_s <= 0:
+                why = "time"
+            elif not why and self._num_failures >= _MOST_FAILURES:
+                why = "tier"
+            if self.lies_below(key):
+                continue
+            if block.key is None:
+                self.skipped["left"] += 1
+            elif why or not self._end_with(block, deadline):
+                self.skipped[why or "time"] += 1
+
+    def _full_blocks(self) -> list[Block]:
+        return [block for index in self._residency.indexes for block in index if block.key is not None]
+
     def _last_used_first(self) -> list[Block]:
-        blocks = [block for index in self._residency.indexes for block in index if block.key is not None]
-        return sorted(blocks, key=lambda block: (block.references == 0, -block.last_used))
+        """Full blocks, those in use before all others; each behind the ones before it."""
+        ordered: dict[Block, None] = {}
+        for block in sorted(self._full_blocks(), key=lambda block: (block.references == 0, -block.last_used)):
+            chain: list[Block] = []
+            step: Block | None = block
+            while step is not None and step not in ordered:
+                chain.append(step)
+                step = None if step.begins else self._residency.indexes[block.group].get(step.parent)
+            ordered.update(dict.fromkeys(reversed(chain)))
+        return list(ordered)
 
     def _end_with(self, block: Block, deadline: float) -> bool:
-        """Offer a block and its parents. False: the time is over, or the tiers take nothing."""
+        """Offer a block, and the parents that are still missing. False: the time is over."""
         for each in self._chain(block):
-            size, left_s = self._payload_bytes(each), deadline - time.monotonic()
-            if left_s <= 0 or self._num_failures >= _MOST_FAILURES or not self._combiner.wait_for_room(size, left_s):
+            size = self._payload_bytes(each)
+            if not self._combiner.wait_for_room(size, deadline - time.monotonic()):
                 return False
             self._settle()
             if not self._residency.charge(size):
-                return True  # all of the limit is in use: nothing can be copied
+                self.skipped["room"] += 1  # all of the limit is in use: nothing can be copied
+                return True
             self._arena.discharge(size)
             if each.key is not None:  # else it has just been evicted
                 self._offer(each)
@@ -220,10 +279,13 @@ class Demotion:
 
     def lies_below(self, key: bytes) -> bool:
         """Whether the block is known to lie in a tier, or to be on its way there. `key`: as tiers have it."""
-        return self._combiner.holds(key) or (key in self.known and self._may_hold(key))
+        return self._combiner.holds(key) or (key in self.known and self._combiner.may_hold(key))
 
     def _fits(self, block: Block) -> bool:
         return self._combiner.held_bytes + self._payload_bytes(block) <= self._combiner.limit_bytes
+
+    def _taken_below(self, block: Block) -> int:
+        return self._payload_bytes(block) + _RECORD_BYTES
 
     def _payload_bytes(self, block: Block) -> int:
         return self._residency.stores[block.group].sealed_layout.extent_bytes

@@ -47,7 +47,8 @@ class LowerStats:
 
     Down. `written_blocks` with `written_bytes` were kept by a tier, `failed_blocks` by none; beside a tier that
     outlives the process, host memory does not count. `skipped_blocks` by why they were not copied: queue or buffer were
-    full, no room for the copy, they or their parents had left. The writer's thread took `writer_cpu_s` of a processor.
+    full, no room for the copy, they or their parents had left; at the end also: tiers keep no more (`limit`), the time
+    was over, no tier took anything. The writer's thread took `writer_cpu_s` of a processor.
 
     Now. `staged_bytes` are in flight; `held_blocks` and `held_bytes` by tier, `limit_bytes` too; `failures` by tier and
     kind.
@@ -108,8 +109,8 @@ class LowerTiers:
         largest = max(store.sealed_layout.extent_bytes for store in residency.stores)
         limit = max(min(config.staging_bytes, arena.stats.limit_bytes // _STAGING_SHARE), largest)
         self._combiner, self._prefetcher = WriteCombiner(tiers, limit), Prefetcher(tiers)
-        self._lasting = lasting(self.tiers)
-        self._demotion = Demotion(residency, arena, self._combiner, self._is_kept, config.write_policy)
+        self._lasting = {tier.name for tier in lasting(self.tiers)}
+        self._demotion = Demotion(residency, arena, self._combiner, config.write_policy)
         self._promotion = Promotion(residency, arena, self._prefetcher, limit, clock)
         self._clock = clock
         residency.retention.worth = self._worth
@@ -135,10 +136,6 @@ class LowerTiers:
 
     def _lies_below(self, stored_key: bytes) -> bool:
         return any(tier.may_hold(stored_key) for tier in self.tiers)
-
-    def _is_kept(self, stored_key: bytes) -> bool:
-        """Whether some tier that outlives the process may have it; of a host tier alone: whether that may."""
-        return any(tier.may_hold(stored_key) for tier in self._lasting)
 
     # --- down
 
@@ -190,9 +187,8 @@ class LowerTiers:
 
     def receive(self) -> None:
         """Take what came up; the start of a step."""
-        names = {tier.name for tier in self._lasting}
         for key, name in self._promotion.receive():
-            if name in names:
+            if name in self._lasting:
                 self._demotion.known.add(key)
 
     def wait(self, limit_s: float) -> bool:
@@ -217,7 +213,7 @@ class LowerTiers:
     # --- the end, figures, checks
 
     def end(self) -> bool:
-        """Everything full goes down, at most `flush_s` long; tiers are closed. False: not everything did.
+        """What is full and fits goes down, at most `flush_s` long; tiers are closed. False: not all of it did.
 
         In a child after fork, which has neither threads nor files of its own, nothing is done.
 
@@ -252,7 +248,7 @@ class LowerTiers:
             held_s=up.held_s,
             writer_cpu_s=down.cpu_s,
             restored_tokens=dict(up.restored_tokens),
-            skipped_blocks=dict(self._demotion.skipped),
+            skipped_blocks=dict(+self._demotion.skipped),
             held_blocks={tier.name: tier.held_blocks for tier in tiers},
             held_bytes={tier.name: tier.held_bytes for tier in tiers},
             limit_bytes={tier.name: tier.limit_bytes for tier in tiers},

@@ -25,6 +25,7 @@ from ktransformer2.cache.residency import Residency
 from ktransformer2.memory.arena import Arena
 from ktransformer2.tiers.prefetcher import Arrival, Prefetcher
 from ktransformer2.tiers.rates import LoadOrRecompute
+from ktransformer2.tiers.tier import Payload
 
 T = TypeVar("T")
 _SLICE_BYTES = 8 * 2**20  # one transfer; 512 KB are enough for a disk's pace, and more at once hides a server's delay
@@ -204,7 +205,7 @@ class Promotion:
         if fetch.is_complete:
             self.counters.fetch_s += now - fetch.began_s
 
-    def _place(self, fetch: Fetch, wanted: Wanted, payload: bytearray, tier: str) -> bool:
+    def _place(self, fetch: Fetch, wanted: Wanted, payload: Payload, tier: str) -> bool:
         """Make a block of a payload. False: no room for it, or nothing that it continues; the rest is not wanted."""
         index, store = self._residency.indexes[wanted.group], self._residency.stores[wanted.group]
         is_wanted = not fetch.is_over or any(fetch in other.others for other in self._fetches.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -85,16 +86,11 @@ def listed(start: int, limit: int, directory: Path | None, as_json: bool) -> Non
     The id is the beginning of the block's prefix hash: of a text and all before it.
     """
     from ktransformer2.bench.report import table
-    from ktransformer2.tiers.disk import DiskTier
+    from ktransformer2.tiers.disk_listing import look
     from ktransformer2.tiers.disk_pins import pin_of, read_pins
 
-    place, limits = kept_place(directory)
-    entries, pins = [], set()
-    if place.is_dir():
-        pins = read_pins(place)
-        tier = DiskTier(place, limits)
-        entries = tier.entries()
-        tier.close()
+    place, _ = kept_place(directory)
+    entries, pins = (look(place, time.time()), read_pins(place)) if place.is_dir() else ([], set())
     rows = [
         {
             "id": each.key.hex()[:_ID_LENGTH],

@@ -5,6 +5,7 @@ A program pins in its own memory, with `llm.cache.advice.pin`; that is written t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +17,7 @@ from ktransformer2.cli.kept import DirectoryOption, kept_place, say_done
 from ktransformer2.cli.options import JsonFlag
 
 if TYPE_CHECKING:
-    from ktransformer2.tiers.disk import HeldBlock
+    from ktransformer2.tiers.disk_listing import HeldBlock
     from ktransformer2.tiers.disk_pins import Pin
 
 _LEAST_ID = 6  # hexadecimal digits
@@ -49,16 +50,14 @@ def _change(block: str, directory: Path | None, change: _Change) -> None:
     Raises: ConfigError for a name that is none, or where pins would have too much, or cannot be written.
     """
     from ktransformer2.errors import ConfigError
-    from ktransformer2.tiers.disk import DiskTier
     from ktransformer2.tiers.disk_directory import locked
+    from ktransformer2.tiers.disk_listing import look
     from ktransformer2.tiers.disk_pins import have_room, pin_of, read_pins, write_pins
 
     place, limits = kept_place(directory)
     if not place.is_dir():
         raise ConfigError(f"nothing was kept in {place}")
-    tier = DiskTier(place, limits)
-    entries = tier.entries()
-    tier.close()
+    entries = look(place, time.time())
     named = {pin_of(each) for each in _named(block, entries, place)}
     try:
         with locked(place, limits.lock_wait_s):

@@ -19,17 +19,18 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import TypeVar
 
 from ktransformer2.tiers.disk_failures import FAILURES, kind_of, said
 from ktransformer2.tiers.disk_index import DiskIndex, IndexedBlock, says_broken
+from ktransformer2.tiers.disk_listing import HeldBlock, indexed
 from ktransformer2.tiers.disk_store import DiskLimits, DiskStore
 from ktransformer2.tiers.disk_uses import PendingUses
 from ktransformer2.tiers.header import BlockHeader
-from ktransformer2.tiers.segments import Record
+from ktransformer2.tiers.segment_reader import Record
 from ktransformer2.tiers.shared_filter import SharedFilter
 from ktransformer2.tiers.tally import LOG, Tally
 from ktransformer2.tiers.tier import ROOT, Clock, Lineage, StoredBlock, TierStats
@@ -37,20 +38,6 @@ from ktransformer2.tiers.tier import ROOT, Clock, Lineage, StoredBlock, TierStat
 NO_LINEAGE = Lineage(b"", (), ())  # for who looks at a directory, and reads no block
 _Result = TypeVar("_Result")
 _EXPIRY_SHARE = 20  # what outlived its time is looked for each twentieth of it
-
-
-@dataclass(frozen=True)
-class HeldBlock:
-    """One block as a list of what lies there shows it. `layout`: how its payload lies; see `Lineage`."""
-
-    key: bytes
-    parent: bytes
-    holds_parent: bool
-    num_tokens: int
-    num_bytes: int
-    age_s: float
-    fingerprint: bytes
-    layout: bytes
 
 
 class DiskTier:
@@ -70,10 +57,8 @@ class DiskTier:
         self.off_reason: str | None = None
         self._clock, self._tally = clock, Tally(self.name)
         self._filter = SharedFilter()
-        self._filter.begin_scan()
-        self._filter.end_scan(())  # what nobody looked at yet is not there
         self._scanning = threading.Lock()
-        self._next_refresh_s = 0.0  # by the monotonic clock, as the next
+        self._empty_filter()  # what nobody looked at yet is not there
         self._uses = PendingUses()
         self._has_said_where = False
         self._next_expiry_s = 0.0
@@ -100,27 +85,15 @@ class DiskTier:
     def put(self, blocks: Sequence[StoredBlock]) -> int:
         return self._attempt("write", 0, lambda store: self._put(store, blocks))
 
-    def get(self, keys: Sequence[bytes]) -> list[bytearray]:
+    def get(self, keys: Sequence[bytes]) -> list[memoryview]:
         return self._attempt("read", [], lambda store: self._get(store, keys))
-
-    def delete(self, keys: Sequence[bytes]) -> int:
-        """See `Tier`. Behind a window what lies beyond a block that left already is not found: name it too."""
-
-        def delete(store: DiskStore) -> int:
-            with store.changing():
-                rows = store.index.find(self._lineages(store.index), keys).values()
-                return store.remove_all(list(rows), through_windows=True)
-
-        return self._attempt("delete", 0, delete)
 
     def clear(self) -> int:
         def clear(store: DiskStore) -> int:
             with store.changing():
                 before = store.disk_bytes_now()
                 store.clear()
-                with self._scanning:
-                    self._filter.begin_scan()
-                    self._filter.end_scan(())
+                self._empty_filter()
                 return max(0, before - store.disk_bytes_now())
 
         return self._attempt("delete", 0, clear)
@@ -145,20 +118,7 @@ class DiskTier:
 
     def entries(self) -> list[HeldBlock]:
         """All that lies there, of every lineage, the newest use first."""
-
-        def entries(store: DiskStore) -> list[HeldBlock]:
-            lineages = {number: lineage for lineage, number in store.index.lineages().items()}
-            now_s = self._clock()
-            return [
-                HeldBlock(
-                    *(row.key, row.parent, row.holds_parent, row.num_tokens, row.place.payload_bytes),
-                    max(0.0, now_s - row.used_s),
-                    *lineages[row.lineage],
-                )
-                for row in store.index.rows()
-            ]
-
-        return self._attempt("read", [], entries)
+        return self._attempt("read", [], lambda store: indexed(store.index, self._clock()))
 
     def gc(self) -> int:
         """Remove files of older formats, what outlived its time in any lineage, and holes; bytes freed."""
@@ -220,7 +180,7 @@ class DiskTier:
             with store.changing():
                 self._tell_uses(store.index)
 
-    def _get(self, store: DiskStore, keys: Sequence[bytes]) -> list[bytearray]:
+    def _get(self, store: DiskStore, keys: Sequence[bytes]) -> list[memoryview]:
         index = store.index
         rows = self._leading(index, keys)
         payloads, damaged = self._read(store, rows)
@@ -240,6 +200,13 @@ class DiskTier:
             self._uses.note(keys[: len(found)], self._clock())
         self._refresh(store)
         return found
+
+    def _empty_filter(self) -> None:
+        """Nothing is there, until somebody writes or looks."""
+        with self._scanning:
+            self._filter.begin_scan()
+            self._filter.end_scan(())
+            self._next_refresh_s = 0.0  # by the monotonic clock
 
     def _refresh(self, store: DiskStore) -> None:
         now = time.monotonic()
@@ -266,16 +233,20 @@ class DiskTier:
 
     def _read(
         self, store: DiskStore, rows: Sequence[IndexedBlock]
-    ) -> tuple[dict[bytes, bytearray], list[IndexedBlock]]:
+    ) -> tuple[dict[bytes, memoryview], list[IndexedBlock]]:
         """The payloads of rows that are what they should be; and the rows of records that are not."""
-        records, transfers, failure = store.read([row.place for row in rows])
-        for num_bytes in transfers:
-            self._tally.transfer(num_bytes)
-        if failure is not None:
-            self._note("read", failure)
-        seen = [(row, records[row.place]) for row in rows if row.place in records]
-        whole = {row.key: record.payload for row, record in seen if self._is_whole(row, record)}
-        return whole, [row for row, _ in seen if row.key not in whole]
+        asked = {row.place: row for row in rows}
+        whole: dict[bytes, memoryview] = {}
+        damaged = []
+        for piece in store.read(asked, partial(self._note, "read")):
+            self._tally.transfer(sum(place.payload_bytes for place, _ in piece))
+            for place, record in piece:  # each while it is in the processor's cache
+                row = asked[place]
+                if self._is_whole(row, record):
+                    whole[row.key] = record.payload
+                else:
+                    damaged.append(row)
+        return whole, damaged
 
     def _is_whole(self, row: IndexedBlock, record: Record) -> bool:
         header = record.header
@@ -288,7 +259,7 @@ class DiskTier:
             with store.changing():
                 now = store.index.find(self._lineages(store.index), [row.key for row in damaged])
                 places = {row.place for row in damaged}
-                store.remove_all([row for row in now.values() if row.place in places], through_windows=False)
+                store.remove_all([row for row in now.values() if row.place in places])
 
     def _lineages(self, index: DiskIndex) -> set[int]:
         """The numbers that this lineage has in the index, one for each of its layouts."""
@@ -307,6 +278,8 @@ class DiskTier:
             self._note(what, error)
             if isinstance(error, sqlite3.Error) and says_broken(error):
                 self._mend(store)
+            if not store.is_open:  # gone, and all that lay there with it: it may be written again
+                self._empty_filter()
             return otherwise
 
     def _mend(self, store: DiskStore) -> None:

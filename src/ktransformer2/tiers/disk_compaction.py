@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ktransformer2.tiers import disk_removal, segments
+from ktransformer2.tiers import disk_removal, segment_reader
 from ktransformer2.tiers.disk_append import Appender
 from ktransformer2.tiers.disk_directory import SegmentFile
 from ktransformer2.tiers.disk_index import DiskIndex, IndexedBlock
 from ktransformer2.tiers.header import BlockHeader, Bytes
-from ktransformer2.tiers.segments import Record, SegmentWriter, adjacent
+from ktransformer2.tiers.read_memory import ReadMemory
+from ktransformer2.tiers.segments import SegmentWriter
 
 _DEAD_SHARE = 4  # dead bytes of 1/4 of what a segment takes are worth copying the rest, when room is short
 _LIVE_SHARE = 4  # a segment of which less than 1/4 is alive is worth copying when nothing is short
@@ -67,19 +68,20 @@ def compact(directory: Path, index: DiskIndex, segment: int, appender: Appender)
 
 def _copy(directory: Path, index: DiskIndex, rows: Sequence[IndexedBlock], appender: Appender) -> None:
     """Move records; damaged ones go, and what cannot be without them."""
-    records: dict[int, Record] = {}
-    for run in adjacent(row.place for row in rows):
-        for place, record in zip(run, segments.read(directory, run), strict=True):
-            records[place.offset] = record
+    failures: list[OSError] = []
+    pieces = segment_reader.read(directory, [row.place for row in rows], ReadMemory(), failures.append)
+    records = {place: record for piece in pieces for place, record in piece}
+    if failures:
+        raise failures[0]
     whole: list[tuple[IndexedBlock, BlockHeader, Bytes]] = []
     damaged = []
     for row in rows:
-        record = records[row.place.offset]
+        record = records[row.place]
         if record.header is None or record.header.key != row.key or not record.header.vouches_for(record.payload):
             damaged.append(row)
         else:
             whole.append((row, record.header, record.payload))
-    gone = disk_removal.with_continuations(index, damaged, through_windows=False)
+    gone = disk_removal.with_continuations(index, damaged)
     if gone:
         disk_removal.remove(directory, index, gone)
     if whole := [one for one in whole if one[0] not in gone]:

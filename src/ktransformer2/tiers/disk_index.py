@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ktransformer2.tiers.header import FORMAT_VERSION, BlockHeader
 from ktransformer2.tiers.segments import Place
@@ -38,6 +38,7 @@ CREATE INDEX by_parent ON blocks(lineage, parent);
 CREATE INDEX by_use ON blocks(used);
 CREATE TABLE segments(segment INTEGER PRIMARY KEY, end INTEGER NOT NULL);
 """
+_SETTINGS = "PRAGMA synchronous=NORMAL", "PRAGMA wal_autocheckpoint=64", "PRAGMA journal_size_limit=262144"
 _COLUMNS = "block, lineage, key, parent, holds_parent, num_tokens, segment, offset, payload_bytes, used_s"
 _HELD = "EXISTS(SELECT 1 FROM blocks c WHERE c.lineage = b.lineage AND c.parent = b.key AND c.holds_parent)"
 _KEYS_AT_ONCE = 500  # a statement takes at least 999 values
@@ -67,25 +68,37 @@ def says_broken(error: sqlite3.Error) -> bool:
 class DiskIndex:
     """One open index file. Writes happen inside `transaction`; the directory's lock is the caller's matter."""
 
-    def __init__(self, path: Path) -> None:
-        """Open what is there, or make it. Raises: sqlite3.Error, also for one that is damaged; OSError."""
+    def __init__(self, path: Path, mode: str, *statements: str) -> None:
+        """`mode`: how SQLite opens the file, as in its URIs; then `statements` are executed.
+
+        Raises: sqlite3.Error, also for an index that is damaged or of another format.
+        """
         self.path = path
         self._lock = threading.RLock()
-        is_new = not path.exists()
-        if is_new:
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
-        self._sql = sqlite3.connect(path, timeout=_BUSY_WAIT_S, isolation_level=None, check_same_thread=False)
+        uri = f"{path.absolute().as_uri()}?{mode}"
+        self._sql = sqlite3.connect(uri, timeout=_BUSY_WAIT_S, isolation_level=None, check_same_thread=False, uri=True)
         try:
-            if is_new:
-                self._sql.execute("PRAGMA journal_mode=WAL")
-                self._sql.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={FORMAT_VERSION}; COMMIT;")
+            for statement in statements:
+                self._sql.executescript(statement)
             self._check()
-            self._sql.execute("PRAGMA synchronous=NORMAL")
-            self._sql.execute("PRAGMA wal_autocheckpoint=64")
-            self._sql.execute("PRAGMA journal_size_limit=262144")
         except sqlite3.Error:
             self._sql.close()
             raise
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """What is there, or a new one. Raises: sqlite3.Error; OSError."""
+        new: tuple[str, ...] = ()
+        if not path.exists():
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
+            new = "PRAGMA journal_mode=WAL", f"BEGIN; {_SCHEMA} PRAGMA user_version={FORMAT_VERSION}; COMMIT;"
+        return cls(path, "mode=rw", *new, *_SETTINGS)
+
+    @classmethod
+    def look(cls, path: Path) -> Self:
+        """What is there, to be read only: beside who writes to it, and where nobody does. Raises: sqlite3.Error."""
+        is_open = path.with_name(f"{path.name}-wal").exists()  # without a log nobody has it open: it is a file like any
+        return cls(path, "mode=ro" if is_open else "immutable=1")
 
     def _check(self) -> None:
         version = self._sql.execute("PRAGMA user_version").fetchone()[0]
@@ -209,15 +222,15 @@ class DiskIndex:
         with self.transaction():
             self._sql.execute("UPDATE blocks SET used_s = ? WHERE used_s > ?", (now_s, now_s))
 
-    def continuations(self, block: int, through_windows: bool) -> list[IndexedBlock]:
-        """A row and all that continue it; without `through_windows` only those that cannot be without it."""
+    def continuations(self, block: int) -> list[IndexedBlock]:
+        """A row and all that cannot be without it."""
         return self._rows(
             f"""WITH RECURSIVE gone(block, lineage, key) AS (
                     SELECT block, lineage, key FROM blocks WHERE block = ?
                     UNION SELECT c.block, c.lineage, c.key FROM blocks c
-                    JOIN gone ON c.lineage = gone.lineage AND c.parent = gone.key WHERE c.holds_parent OR ?)
+                    JOIN gone ON c.lineage = gone.lineage AND c.parent = gone.key WHERE c.holds_parent)
                 SELECT {_COLUMNS} FROM blocks WHERE block IN (SELECT block FROM gone)""",
-            [block, through_windows],
+            [block],
         )
 
     def orphans(self) -> list[IndexedBlock]:

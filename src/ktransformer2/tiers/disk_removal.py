@@ -26,9 +26,9 @@ def remove(directory: Path, index: DiskIndex, rows: Sequence[IndexedBlock]) -> N
         discard_empty(directory, index)
 
 
-def with_continuations(index: DiskIndex, rows: Sequence[IndexedBlock], through_windows: bool) -> list[IndexedBlock]:
-    """Rows and what continues them, each once. `through_windows`: also what could be without them."""
-    found = {row.block: row for top in rows for row in index.continuations(top.block, through_windows)}
+def with_continuations(index: DiskIndex, rows: Sequence[IndexedBlock]) -> list[IndexedBlock]:
+    """Rows and what cannot be without them, each once."""
+    found = {row.block: row for top in rows for row in index.continuations(top.block)}
     return list(found.values())
 
 

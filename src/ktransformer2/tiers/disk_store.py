@@ -21,20 +21,22 @@ import os
 import secrets
 import sqlite3
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from ktransformer2.tiers import disk_compaction, disk_removal, segments
+from ktransformer2.tiers import disk_compaction, disk_removal, segment_reader, segments
 from ktransformer2.tiers.disk_append import Appender
 from ktransformer2.tiers.disk_directory import Survey, index_name, locked, prepare, segment_name, survey
 from ktransformer2.tiers.disk_failures import kind_of
 from ktransformer2.tiers.disk_index import DiskIndex, IndexedBlock, says_broken
 from ktransformer2.tiers.disk_pins import read_pins, write_pins
 from ktransformer2.tiers.header import BlockHeader, Bytes
-from ktransformer2.tiers.segments import MAX_RECORDS_PER_CALL, Place, Record, adjacent
+from ktransformer2.tiers.read_memory import ReadMemory
+from ktransformer2.tiers.segment_reader import Record
+from ktransformer2.tiers.segments import MAX_RECORDS_PER_CALL, Place
 from ktransformer2.tiers.tally import Tally
 from ktransformer2.tiers.tier import Clock
 
@@ -71,6 +73,7 @@ class DiskStore:
         self._index: DiskIndex | None = None
         self._appender = Appender(directory, limits.segment_bytes)
         self._changing = threading.RLock()
+        self._memory = ReadMemory()
 
     @property
     def is_open(self) -> bool:
@@ -111,17 +114,11 @@ class DiskStore:
 
     # Reading
 
-    def read(self, places: Collection[Place]) -> tuple[dict[Place, Record], list[int], OSError | None]:
-        """The records at those places that could be read, the payload bytes of each call, and the last failure."""
-        records: dict[Place, Record] = {}
-        transfers, failure = [], None
-        for run in adjacent(places):
-            try:
-                records.update(zip(run, segments.read(self.directory, run), strict=True))
-                transfers.append(sum(place.payload_bytes for place in run))
-            except OSError as error:
-                failure = error
-        return records, transfers, failure
+    def read(
+        self, places: Collection[Place], failed: Callable[[OSError], None]
+    ) -> Iterator[list[tuple[Place, Record]]]:
+        """The records at those places that can be read, those of each call together, as soon as they came."""
+        return segment_reader.read(self.directory, places, self._memory, failed)
 
     # Squaring
 
@@ -174,7 +171,7 @@ class DiskStore:
             self._index = None
         if len(found.indexes) == 1:
             try:
-                self._index = DiskIndex(self.directory / found.indexes[0])
+                self._index = DiskIndex.open(self.directory / found.indexes[0])
             except sqlite3.Error as error:
                 if not says_broken(error):
                     raise
@@ -183,7 +180,7 @@ class DiskStore:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self.directory / name)
             # A name of its own: whoever still has the old one open removes the old one's log when it closes.
-            self._index = DiskIndex(self.directory / index_name(secrets.token_hex(4)))
+            self._index = DiskIndex.open(self.directory / index_name(secrets.token_hex(4)))
         self._index.set_back(self.clock())
 
     def _forget_index(self) -> None:
@@ -293,12 +290,12 @@ class DiskStore:
 
     # Removing; inside `changing`
 
-    def remove_all(self, rows: Sequence[IndexedBlock], through_windows: bool) -> int:
-        """Remove blocks and what continues them; how many. `through_windows`: also what could be without them.
+    def remove_all(self, rows: Sequence[IndexedBlock]) -> None:
+        """Remove blocks, and what cannot be without them.
 
         A disk that is too full for the index to forget the rows keeps them; their bytes are gone all the same.
         """
-        gone = disk_removal.with_continuations(self.index, rows, through_windows)
+        gone = disk_removal.with_continuations(self.index, rows)
         try:
             if gone:
                 disk_removal.remove(self.directory, self.index, gone)
@@ -306,7 +303,6 @@ class DiskStore:
             if kind_of(error, "") != "full":
                 raise
             self._tally.failed("full", f"{self.directory}: the index could not be told what was removed")
-        return len(gone)
 
     def expire(self) -> int:
         """Remove what nobody used for the time to live, of any lineage; how many. Uses in the future happened now."""

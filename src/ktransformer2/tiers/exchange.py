@@ -23,10 +23,11 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ktransformer2.errors import ConfigError
-from ktransformer2.tiers.disk import DiskTier, HeldBlock
+from ktransformer2.tiers.disk import DiskTier
+from ktransformer2.tiers.disk_listing import HeldBlock
 from ktransformer2.tiers.disk_store import DiskLimits
 from ktransformer2.tiers.header import FORMAT_VERSION, HEADER_BYTES, BlockHeader
-from ktransformer2.tiers.tier import ROOT, Lineage, StoredBlock
+from ktransformer2.tiers.tier import ROOT, Lineage, Payload, StoredBlock
 
 _FORMAT = "ktransformer2 blocks"
 _SLICE_BYTES = 8 * 2**20
@@ -94,8 +95,8 @@ def _write(place: Path, limits: DiskLimits, kinds: dict[_Kind, list[HeldBlock]],
 
 
 def _whole(
-    blocks: Sequence[HeldBlock], size: int, get: Callable[[Sequence[bytes]], list[bytearray]]
-) -> Iterator[tuple[HeldBlock, bytearray]]:
+    blocks: Sequence[HeldBlock], size: int, get: Callable[[Sequence[bytes]], Sequence[Payload]]
+) -> Iterator[tuple[HeldBlock, Payload]]:
     """Blocks with their payloads, but for those that cannot be read and those whose parent was left out."""
     gone: set[bytes] = set()
     at, at_once = 0, max(1, _SLICE_BYTES // size)

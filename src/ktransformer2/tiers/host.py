@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -56,7 +57,6 @@ class HostTier:
         self._lock = threading.Lock()
         self._tally = Tally(self.name)
         self._held: dict[bytes, _Held] = {}
-        self._children: dict[bytes, set[bytes]] = {}  # also of a parent that is not held
         self._leaves: list[tuple[int, bytes]] = []  # heap of (last use, key); what is no longer true is skipped
         self._calls = 0
         self._held_bytes = self._stored_bytes = 0
@@ -101,19 +101,6 @@ class HostTier:
             self._tally.transfer(size)
         return found
 
-    def delete(self, keys: Sequence[bytes]) -> int:
-        with self._lock:
-            deleted, left = 0, list(keys)
-            while left:
-                key = left.pop()
-                left += self._children.get(key, ())
-                if key in self._held:
-                    self._forget(key)
-                    deleted += 1
-            self._prune()
-            self._give_back()
-            return deleted
-
     def clear(self) -> int:
         with self._lock:
             return self._drop_everything()
@@ -129,7 +116,7 @@ class HostTier:
                 self._closed = True
 
     def check_integrity(self) -> None:
-        """Recounts blocks, bytes, children and leaves."""
+        """Recounts blocks, bytes, dependants and leaves."""
         with self._lock:
             sizes = [held.num_bytes for held in self._held.values()]
             assert sum(sizes) == self._held_bytes, f"{sum(sizes)} != {self._held_bytes} bytes"
@@ -137,20 +124,17 @@ class HostTier:
             assert used == len(self._held), f"{used} extents for {len(self._held)} blocks"
             committed = self._arena.stats.committed_bytes
             assert committed <= self._limit_bytes, f"{committed} of {self._limit_bytes} bytes"
-            children: dict[bytes, set[bytes]] = {}
-            for key, held in self._held.items():
-                children.setdefault(held.parent, set()).add(key)
-                if held.holds_parent and held.parent != ROOT:
-                    assert held.parent in self._held, f"{key.hex()[:8]} has lost its parent"
-            assert children == self._children, "children"
+            dependants = Counter(held.parent for held in self._held.values() if held.holds_parent)
+            lost = dependants.keys() - self._held.keys() - {ROOT}
+            assert not lost, f"{len(lost)} parents are not held"
             leaves = set(self._leaves)
             assert len(self._leaves) <= 2 * len(self._held) + _HEAP_SLACK, f"{len(self._leaves)} leaves are listed"
             for pool in self._pools.values():
                 pool.check_integrity()
             for key, held in self._held.items():
-                dependants = sum(self._held[child].holds_parent for child in children.get(key, ()))
-                assert dependants == held.dependants, f"{key.hex()[:8]}: {dependants} != {held.dependants} dependants"
-                assert dependants or (held.used, key) in leaves, f"{key.hex()[:8]} is a leaf that nobody lists"
+                needed = dependants[key]
+                assert needed == held.dependants, f"{key.hex()[:8]}: {needed} != {held.dependants} dependants"
+                assert needed or (held.used, key) in leaves, f"{key.hex()[:8]} is a leaf that nobody lists"
 
     # --- inside, under the lock
 
@@ -180,7 +164,6 @@ class HostTier:
         self._held[block.key] = held
         self._held_bytes += payload.nbytes
         self._stored_bytes += payload.nbytes
-        self._children.setdefault(block.parent, set()).add(block.key)
         if parent is not None:
             parent.dependants += block.holds_parent
         self._use(block.key, held)
@@ -222,10 +205,6 @@ class HostTier:
     def _forget(self, key: bytes) -> None:
         held = self._held.pop(key)
         self._held_bytes -= held.num_bytes
-        siblings = self._children[held.parent]
-        siblings.remove(key)
-        if not siblings:
-            del self._children[held.parent]
         self._pools[round_up(held.num_bytes, EXTENT_ALIGNMENT)].free(held.address)
         parent = self._held.get(held.parent)
         if parent is not None and held.holds_parent:
@@ -238,16 +217,11 @@ class HostTier:
         for held in self._held.values():
             self._pools[round_up(held.num_bytes, EXTENT_ALIGNMENT)].free(held.address)
         self._held.clear()
-        self._children.clear()
         self._leaves.clear()
         self._held_bytes = 0
-        self._give_back()
-        return freed
-
-    def _give_back(self) -> None:
-        """Memory that no block lies in goes back to the system, and its bytes with it."""
         for pool in self._pools.values():
             pool.trim()
+        return freed
 
     def _prune(self) -> None:
         """Let go of the entries of the heap that are no longer true, once they are most of it."""

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ktransformer2.tiers.tally import Tally
-from ktransformer2.tiers.tier import Tier
+from ktransformer2.tiers.tier import Payload, Tier
 
 MOST_WAITING = 64
 
@@ -32,7 +32,7 @@ class Arrival:
 
     ticket: int
     keys: tuple[bytes, ...]
-    payloads: tuple[bytearray, ...] = field(default=(), repr=False)
+    payloads: tuple[Payload, ...] = field(default=(), repr=False)
     tiers: tuple[str, ...] = ()
     seconds: float = 0.0
     done_s: float = 0.0
@@ -132,8 +132,8 @@ class Prefetcher:
                 with self._state:
                     self._state.wait_for(lambda: self._closed or bool(self._waiting))
 
-    def _read(self, keys: tuple[bytes, ...]) -> tuple[list[bytearray], list[str]]:
-        payloads: list[bytearray] = []
+    def _read(self, keys: tuple[bytes, ...]) -> tuple[list[Payload], list[str]]:
+        payloads: list[Payload] = []
         names: list[str] = []
         before = -1
         while before < len(payloads) < len(keys):
@@ -144,7 +144,7 @@ class Prefetcher:
                 names += [tier.name] * len(got)
         return payloads, names
 
-    def _get(self, tier: Tier, keys: tuple[bytes, ...]) -> list[bytearray]:
+    def _get(self, tier: Tier, keys: tuple[bytes, ...]) -> Sequence[Payload]:
         """A tier promises to raise nothing; one that does has nothing."""
         try:
             return tier.get(keys)[: len(keys)] if keys and tier.may_hold(keys[0]) else []

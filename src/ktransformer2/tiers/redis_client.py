@@ -12,7 +12,6 @@ connection is used again, so that a late answer is never taken for the next one'
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -21,6 +20,7 @@ from ktransformer2.errors import ConfigError
 from ktransformer2.tiers.breaker import CircuitBreaker
 from ktransformer2.tiers.tally import Tally
 from ktransformer2.tiers.valkey_address import ValkeyAddress
+from ktransformer2.tiers.watchdog import Watchdog
 
 _T = TypeVar("_T")
 MOST_TIMEOUTS = 10  # 8 MB in 5 s by default: what is slower than 1.6 MB/s is a failure
@@ -36,6 +36,7 @@ class RedisClient:
         """Raises: ConfigError without the package redis."""
         self._address, self._breaker, self._tally = address, breaker, tally
         self._redis = _connection_pool(address)
+        self._watchdog = Watchdog(MOST_TIMEOUTS * address.timeout_s, self._redis.connection_pool.disconnect)
         self._closed = False
 
     def look(self, names: Sequence[bytes]) -> tuple[int, dict[bytes, int]] | None:
@@ -125,6 +126,7 @@ class RedisClient:
     def close(self) -> None:
         """Hang up; calls that wait end now."""
         self._closed = True
+        self._watchdog.close()
         self._redis.connection_pool.disconnect()
 
     def _pipeline(self) -> Any:
@@ -134,19 +136,14 @@ class RedisClient:
         """The answer to a call. None: there is none, or the server is not asked at present."""
         if self._closed or not self._breaker.admit():
             return None
-        pool = self._redis.connection_pool
-        deadline = threading.Timer(MOST_TIMEOUTS * self._address.timeout_s, pool.disconnect)
-        deadline.daemon = True
-        deadline.start()
         try:
-            answer = call()
+            with self._watchdog.watching():
+                answer = call()
         except Exception as error:  # what answers can make the client raise is no list that could be named here
             if not self._closed:
-                pool.disconnect(inuse_connections=False)
+                self._redis.connection_pool.disconnect(inuse_connections=False)
                 self._note_failure(what, error)
             return None
-        finally:
-            deadline.cancel()
         self._breaker.succeeded()
         return answer
 

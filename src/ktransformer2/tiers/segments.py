@@ -1,4 +1,4 @@
-"""Segment files: records one behind the other, and the few ways in which their bytes are touched.
+"""Segment files: records one behind the other; how they are added, found again, wiped and discarded.
 
     record = header, padded to a page | payload, padded to a page          page = 4,096 bytes
 
@@ -20,17 +20,16 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ktransformer2.tiers.disk_directory import is_at, segment_name, try_lock
 from ktransformer2.tiers.header import HEADER_BYTES, BlockHeader, Bytes
 
 PAGE_BYTES = 4096
-# One call carries at most so many pieces (IOV_MAX is 1,024; a record has up to three) and so many bytes.
+# One call carries at most so many records (IOV_MAX is 1,024; one is written from up to three pieces) and so many bytes.
 MAX_RECORDS_PER_CALL = 340
 MAX_BYTES_PER_CALL = 2**30
-_AHEAD_RUNS, _MOST_AHEAD_BYTES = 2, 24 * 2**20  # as much as twice what was asked for: one block announces little
 _ZEROS = bytes(2**20)
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
 
@@ -52,14 +51,6 @@ class Place:
         return self.offset + self.num_bytes
 
 
-@dataclass(frozen=True)
-class Record:
-    """What was read: a header, if there is one, and a payload that is yet to be believed."""
-
-    header: BlockHeader | None
-    payload: bytearray = field(repr=False)
-
-
 def record_bytes(payload_bytes: int) -> int:
     """What a payload of that size takes in a segment."""
     return PAGE_BYTES + _whole_pages(payload_bytes)
@@ -69,13 +60,13 @@ def _whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def adjacent(places: Iterable[Place]) -> list[list[Place]]:
-    """Places in the order in which they lie, those side by side together, as far as one call reaches."""
+def adjacent(places: Iterable[Place], most_bytes: int = MAX_BYTES_PER_CALL) -> list[list[Place]]:
+    """Places in the order in which they lie, those side by side together, up to what one call is to reach."""
     runs: list[list[Place]] = []
     for place in sorted(places, key=lambda place: (place.segment, place.offset)):
         run = runs[-1] if runs else []
         follows = bool(run) and (run[-1].segment, run[-1].end) == (place.segment, place.offset)
-        if follows and len(run) < MAX_RECORDS_PER_CALL and place.end - run[0].offset <= MAX_BYTES_PER_CALL:
+        if follows and len(run) < MAX_RECORDS_PER_CALL and place.end - run[0].offset <= most_bytes:
             run.append(place)
         else:
             runs.append([place])
@@ -90,51 +81,6 @@ def opened(directory: Path, segment: int, flags: int) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def read(directory: Path, run: Sequence[Place]) -> list[Record]:
-    """The records of one run of `adjacent`, in one call. What lies behind the file's end reads as zeros.
-
-    Raises: OSError.
-    """
-    heads = [bytearray(PAGE_BYTES) for _ in run]
-    payloads = [_unwritten(place.payload_bytes) for place in run]
-    pieces = [_pieces(head, payload) for head, payload in zip(heads, payloads, strict=True)]
-    with opened(directory, run[0].segment, os.O_RDONLY) as descriptor:
-        whole = run[-1].end - run[0].offset
-        _announce(descriptor, run[0].offset, whole)
-        if os.preadv(descriptor, [piece for record in pieces for piece in record], run[0].offset) < whole:
-            for place, record, payload in zip(run, pieces, payloads, strict=True):
-                came = max(0, os.preadv(descriptor, record, place.offset) - PAGE_BYTES)
-                payload[came:] = bytes(max(0, len(payload) - came))
-    return [Record(BlockHeader.unpack(head), payload) for head, payload in zip(heads, payloads, strict=True)]
-
-
-def _pieces(head: Bytes, payload: Bytes) -> list[Bytes]:
-    """A record as it lies in the file. The padding behind a payload is never looked at."""
-    rest = -memoryview(payload).nbytes % PAGE_BYTES
-    return [head, payload, bytearray(rest)] if rest else [head, payload]
-
-
-def _unwritten(num_bytes: int) -> bytearray:
-    """Memory to read into. Python would fill it with zeros first: one more pass, as dear as the read itself."""
-    if sys.implementation.name != "cpython":
-        return bytearray(num_bytes)
-    return _new_bytearray()(None, num_bytes)
-
-
-@functools.cache
-def _new_bytearray() -> Callable[[None, int], bytearray]:
-    make = ctypes.pythonapi.PyByteArray_FromStringAndSize
-    make.argtypes, make.restype = (ctypes.c_char_p, ctypes.c_ssize_t), ctypes.py_object
-    return make
-
-
-def _announce(descriptor: int, offset: int, num_bytes: int) -> None:
-    """Tell the system what will be read, and that what lies behind it is likely to be read next: the chain goes on."""
-    if sys.platform == "linux":
-        ahead_bytes = min(_AHEAD_RUNS * num_bytes, _MOST_AHEAD_BYTES)
-        os.posix_fadvise(descriptor, offset, num_bytes + ahead_bytes, os.POSIX_FADV_WILLNEED)
 
 
 def scan(directory: Path, segment: int, start: int) -> Iterator[tuple[Place, BlockHeader]]:
@@ -285,6 +231,12 @@ class SegmentWriter:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def _pieces(head: Bytes, payload: Bytes) -> list[Bytes]:
+    """A record as it lies in the file. The padding behind a payload is never looked at."""
+    rest = -memoryview(payload).nbytes % PAGE_BYTES
+    return [head, payload, bytearray(rest)] if rest else [head, payload]
 
 
 def _write_all(descriptor: int, pieces: Sequence[Bytes], offset: int) -> None:

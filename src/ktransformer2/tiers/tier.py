@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 KEY_BYTES = 33  # a prefix hash and the number of the layer group
 ROOT = b""  # the parent of a first block
 Clock = Callable[[], float]
+Payload: TypeAlias = bytearray | memoryview
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,10 @@ class StoredBlock:
 class TierStats:
     """One snapshot: what is held now, and counts of blocks, bytes and events since the tier was opened.
 
-    `transfers` are I/O calls that carried payloads, `median_transfer_bytes` their median size. `filter_saved` lookups
-    ended at the filter; `filter_false` passed it in vain; `filter_missed` were denied and found by a later refresh of a
-    shared tier's filter: written by others meanwhile. `failures` by what failed: write, read, checksum, full...
+    `limit_bytes` 0: none is known. `transfers` are I/O calls that carried payloads, `median_transfer_bytes` is their
+    median size. `filter_saved` lookups ended at the filter; `filter_false` passed it in vain; `filter_missed` were
+    denied and found by a later refresh of a shared tier's filter: written by others meanwhile. `failures` by what
+    failed: write, read, checksum, full...
     """
 
     name: str
@@ -104,11 +106,11 @@ class Tier(Protocol):
     def put(self, blocks: Sequence[StoredBlock]) -> int:
         """Keep blocks, as one transfer where that can be; how many are held now. One without its parent is left out."""
 
-    def get(self, keys: Sequence[bytes]) -> list[bytearray]:
-        """The payloads of the leading `keys`, in order, up to the first that is missing or broken; a use of each."""
+    def get(self, keys: Sequence[bytes]) -> Sequence[Payload]:
+        """The payloads of the leading `keys`, in order, up to the first that is missing or broken; a use of each.
 
-    def delete(self, keys: Sequence[bytes]) -> int:
-        """Forget blocks and what continues them; how many. Their bytes are gone when it returns."""
+        They are the caller's own, to write to as well.
+        """
 
     def clear(self) -> int:
         """Forget everything of every lineage that lies here; bytes freed. Gone when it returns."""

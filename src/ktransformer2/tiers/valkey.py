@@ -291,33 +291,6 @@ class ValkeyTier:
 
     # --- away
 
-    def delete(self, keys: Sequence[bytes]) -> int:
-        """Reads the header of every block of this lineage to find what continues `keys`. Cost: a scan."""
-        children = self._children()
-        doomed = dict.fromkeys(keys)
-        waiting = list(doomed)
-        while waiting:
-            new = [key for key in children.get(waiting.pop(), ()) if key not in doomed]
-            doomed |= dict.fromkeys(new)
-            waiting += new
-        removed, _ = self._remove([self._deployment.name(key) for key in reversed(doomed)])
-        self._lifetimes.forget()
-        return removed
-
-    def _children(self) -> dict[bytes, list[bytes]]:
-        """Parent -> blocks behind it, of all that lies there. As far as the server answers."""
-        children: dict[bytes, list[bytes]] = {}
-        for page in self._client.scan(self._deployment.names):
-            starts = self._client.starts(page, HEADER_BYTES) if page else []
-            if starts is None or page is None:
-                break
-            for name, start in zip(page, starts, strict=True):
-                key = self._deployment.key(name)
-                header = self._deployment.header(key, start) if key is not None else None
-                if header is not None:
-                    children.setdefault(header.parent, []).append(header.key)
-        return children
-
     def _remove(self, names: Sequence[bytes]) -> tuple[int, int]:
         """Delete what lies under names: how many, and their bytes. As far as the server answers."""
         count = size = 0

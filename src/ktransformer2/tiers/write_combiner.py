@@ -12,6 +12,7 @@ key lies in the buffer at most once; nothing that a tier does ends the thread.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -25,13 +26,14 @@ from ktransformer2.tiers.tier import StoredBlock, Tier, lasting
 # but not so long that a crash loses much.
 _BATCH_BYTES = 8 * 2**20
 _LINGER_S = 0.2
+_KEPT_SHARE = 15 / 16  # of a tier's limit for records: the rest is its index, and what it keeps free
 
 
 @dataclass(frozen=True)
 class WriteStats:
     """Counts since the combiner was made; written and failed as the lasting tiers have it, where there are any.
 
-    `cpu_s`: processor time of the writer's thread.
+    `left_blocks` were taken and not written before the end. `cpu_s`: processor time of the writer's thread.
     """
 
     offered_blocks: int = 0
@@ -39,6 +41,7 @@ class WriteStats:
     written_blocks: int = 0
     written_bytes: int = 0
     failed_blocks: int = 0
+    left_blocks: int = 0
     batches: int = 0
     cpu_s: float = 0.0
 
@@ -68,6 +71,7 @@ class WriteCombiner:
         self._thread: threading.Thread | None = None
         self._stats = WriteStats()
         self._tallies = {tier.name: Tally(tier.name) for tier in tiers}
+        self._kept_bytes: dict[Tier, float] = {}  # since the end began
 
     # --- the owner's side
 
@@ -110,6 +114,10 @@ class WriteCombiner:
         with self._state:
             return key in self._keys
 
+    def may_hold(self, key: bytes) -> bool:
+        """Whether some lasting tier that is written to may have the block; False: surely none. No I/O."""
+        return any(tier.may_hold(key) for tier in self._tiers if tier in self._lasting)
+
     def take_freed(self) -> int:
         """Bytes of payloads that were let go since the last call."""
         with self._state:
@@ -145,6 +153,23 @@ class WriteCombiner:
             self._flushing -= 1
         return done
 
+    def begin_end(self) -> float:
+        """Write from now on only to tiers that last; bytes that the roomiest of them keeps. 0: there is none."""
+        self._kept_bytes = {tier: _most_kept(tier) for tier in self._tiers if tier.lasts}
+        self._tiers = tuple(self._kept_bytes)
+        return max(self._kept_bytes.values(), default=0)
+
+    def narrow(self, num_bytes: int, limit_s: float) -> bool:
+        """Write no more to a tier that keeps less than `num_bytes`: what it got would go again. False: none is left.
+
+        Waits, at most `limit_s`, until such tiers have what was offered before.
+        """
+        roomy = tuple(tier for tier in self._tiers if num_bytes <= self._kept_bytes[tier])
+        if len(roomy) < len(self._tiers):
+            self.flush(limit_s)
+            self._tiers = roomy
+        return bool(roomy)
+
     def close(self, limit_s: float) -> bool:
         """Write what can be written in `limit_s` and end the thread; False: blocks were left behind. Twice is once.
 
@@ -153,6 +178,7 @@ class WriteCombiner:
         done = self.flush(limit_s)
         with self._state:
             self._closed = True
+            self._stats = replace(self._stats, left_blocks=self._stats.left_blocks + len(self._queue))
             for block in self._queue:
                 self._let_go(block)
             self._queue.clear()
@@ -174,8 +200,8 @@ class WriteCombiner:
         batch, size = self._take_batch()
         if not batch:
             return False
-        held = {tier.name: self._put(tier, batch) for tier in self._tiers}
-        kept = max(held[tier.name] for tier in self._lasting)
+        held = [(tier, self._put(tier, batch)) for tier in self._tiers]
+        kept = max((count for tier, count in held if tier in self._lasting), default=0)
         with self._state:
             self._writing_bytes = 0
             for block in batch:
@@ -245,3 +271,8 @@ class WriteCombiner:
     def _let_go(self, block: StoredBlock) -> None:
         self._keys.discard(block.key)
         self._freed_bytes += len(block.payload)
+
+
+def _most_kept(tier: Tier) -> float:
+    limit_bytes = tier.stats().limit_bytes
+    return _KEPT_SHARE * limit_bytes if limit_bytes else math.inf

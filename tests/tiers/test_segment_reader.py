@@ -1,0 +1,113 @@
+"""Records that come out of segments: whole, in pieces, announced ahead, and what a file does that is cut or gone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ktransformer2.tiers import segment_reader
+from ktransformer2.tiers.disk_directory import segment_name
+from ktransformer2.tiers.header import BlockHeader
+from ktransformer2.tiers.read_memory import ReadMemory
+from ktransformer2.tiers.segment_reader import Record, read
+from ktransformer2.tiers.segments import PAGE_BYTES, Place, SegmentWriter
+from tests.tiers.disk_factories import PAYLOAD_BYTES, RECORD_BYTES, chain, lineage
+
+MODEL = lineage()
+MEMORY = ReadMemory()
+RECORDS = [(BlockHeader.describe(block, MODEL, 0.0), block.payload) for block in chain("a", 6)]
+PLACES = [Place(segment, i * RECORD_BYTES, PAYLOAD_BYTES) for segment in (1, 2) for i in range(3)]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Two segments of three records each."""
+    for segment in (1, 2):
+        writer = SegmentWriter.create(tmp_path, segment)
+        writer.append(RECORDS[3 * segment - 3 : 3 * segment])
+        writer.close()
+    return tmp_path
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment_reader, "PIECE_BYTES", 2 * RECORD_BYTES)
+
+
+def must_not_fail(error: OSError) -> None:
+    raise AssertionError(error)
+
+
+def contents(records: list[Record]) -> list[tuple[BlockHeader | None, bytes]]:
+    return [(record.header, bytes(record.payload)) for record in records]
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_records_come_back_in_the_order_in_which_they_lie_a_piece_at_a_time(directory: Path) -> None:
+    pieces = list(read(directory, PLACES[::-1], MEMORY, must_not_fail))
+    assert [[place for place, _ in piece] for piece in pieces] == [PLACES[:2], PLACES[2:3], PLACES[3:5], PLACES[5:]]
+    assert contents([record for piece in pieces for _, record in piece]) == RECORDS
+    assert list(read(directory, [], MEMORY, must_not_fail)) == []
+
+
+def test_what_lies_behind_the_end_reads_as_zeros(directory: Path) -> None:
+    os.truncate(directory / segment_name(1), RECORD_BYTES + PAGE_BYTES + 10)
+    list(read(directory, PLACES[3:], MEMORY, must_not_fail))  # the memory has been used
+    assert MEMORY.spare_bytes
+    (piece,) = read(directory, PLACES[:3], MEMORY, must_not_fail)
+    found = [record for _, record in piece]
+    assert [record.header for record in found] == [RECORDS[0][0], RECORDS[1][0], None]
+    assert found[0].payload == RECORDS[0][1]
+    assert found[1].payload == bytes(RECORDS[1][1])[:10] + bytes(PAYLOAD_BYTES - 10)
+    assert found[2].payload == bytes(PAYLOAD_BYTES)
+
+
+def test_what_cannot_be_read_is_left_out_and_told_of(directory: Path) -> None:
+    (directory / segment_name(1)).unlink()
+    failures: list[OSError] = []
+    (piece,) = read(directory, PLACES, MEMORY, failures.append)
+    assert [place for place, _ in piece] == PLACES[3:]
+    assert [type(error) for error in failures] == [FileNotFoundError]
+
+
+def test_no_memory_is_a_failure_like_any(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(np, "empty", fail)
+    failures: list[OSError] = []
+    assert list(read(directory, PLACES, ReadMemory(), failures.append)) == []
+    assert [str(error) for error in failures] == [f"[Errno 12] no memory for {6 * RECORD_BYTES} bytes"]
+
+
+def test_a_read_that_stops_short_goes_on(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, pieces, offset: real(file, [pieces[0][:5000]], offset))
+    (piece,) = read(directory, PLACES[:3], MEMORY, must_not_fail)
+    assert contents([record for _, record in piece]) == RECORDS[:3]
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_each_byte_is_announced_once_before_it_is_read_and_some_behind(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, start, size, __: told.append((start, start + size)))
+    list(read(directory, PLACES[:3], MEMORY, must_not_fail))
+    ahead = 2 * 3 * RECORD_BYTES
+    assert told == [(0, 2 * RECORD_BYTES + ahead), (2 * RECORD_BYTES + ahead, 3 * RECORD_BYTES + ahead)]
+    told.clear()
+    monkeypatch.setattr(segment_reader, "_ANNOUNCED_BYTES", RECORD_BYTES)
+    list(read(directory, PLACES[:1], MEMORY, must_not_fail))
+    assert told == [(i * RECORD_BYTES, (i + 1) * RECORD_BYTES) for i in range(3)], "as long as the system takes"
+
+
+def test_a_link_is_never_followed(directory: Path) -> None:
+    (directory / "outside").write_bytes(b"not ours")
+    (directory / segment_name(3)).symlink_to(directory / "outside")
+    failures: list[OSError] = []
+    assert list(read(directory, [Place(3, 0, 4)], MEMORY, failures.append)) == []
+    assert "symbolic links" in str(failures[0])
