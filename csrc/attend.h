@@ -55,7 +55,8 @@ inline int64_t carve(uint8_t* at, int64_t rows, const Heads& heads, Scratch& s) 
 struct Span {
     Section k, v;           // `rows` of a full form: row 0 of the span; of int8: its first tile
     int64_t k_stride, v_stride;  // elements between rows of a full form
-    int lo, hi;             // rows [lo, hi) may be read
+    int lo, hi;             // rows [lo, hi) are seen by some query of the tile
+    int first, stop;        // rows [first, stop) belong to the entry, and hold what was written
     int logical;            // logical index of row 0
     int entry, shift;
     bool own;               // rows see only up to themselves
@@ -75,7 +76,7 @@ struct TileRun {
     const float* turned = nullptr;  // the queries in use: turned back by `shift`
     int shift = 0;
     bool coded = false;
-    float v_poison = 0.0f;  // of the span's value scales, see load_scales
+    float v_unit = 0.0f;  // of the span's value codes, see scale_codes
 
     TileRun(const AttentionCall& c, const Item& i, uint8_t* scratch)
         : call(c),
@@ -158,6 +159,8 @@ struct TileRun {
         span.logical = entry_logical - entry.first_row + part * kSpanTokens;
         const int last = tile.logical + tile.num_tokens;  // one past the newest query
         int lo = entry.first_row, hi = entry.first_row + entry.rows;
+        span.first = larger(lo - part * kSpanTokens, 0);
+        span.stop = smaller(hi - part * kSpanTokens, kSpanTokens);
         if (own) hi = smaller(hi, last - entry_logical + entry.first_row);
         if (call.window > 0) lo = larger(lo, tile.logical - call.window + 1 - entry_logical + entry.first_row);
         span.lo = larger(lo - part * kSpanTokens, 0);
@@ -193,9 +196,8 @@ struct TileRun {
         if (span.v.scales != nullptr) span.v.scales += skipped;
     }
 
-    // Scales of rows [lo, hi) as float; zero elsewhere, where memory may hold anything. Returns 0, or NaN where a scale
-    // is not finite: quantising weights would lose it.
-    float load_scales(const Section& section, const Span& span, float* to) const {
+    // Scales of the entry's rows as float; zero elsewhere, where memory may hold anything.
+    void load_scales(const Section& section, const Span& span, float* to) const {
         for (int t = 0; t < kSpanTokens; t += V::W) {
             if (t + V::W <= heads.block_tokens && section.form == Form::int8) {
                 V::store(to + t, V::load(reinterpret_cast<const fp16*>(section.scales + t)));
@@ -203,11 +205,18 @@ struct TileRun {
                 V::store(to + t, V::set1(1.0f));
             }
         }
-        for (int t = 0; t < span.lo; ++t) to[t] = 0.0f;
-        for (int t = span.hi; t < kSpanTokens; ++t) to[t] = 0.0f;
-        vf poison = V::set1(0.0f);
-        for (int t = 0; t < kSpanTokens; t += V::W) poison = V::fma(V::load(to + t), V::set1(0.0f), poison);
-        return V::reduce_add(poison);
+        for (int t = 0; t < span.first; ++t) to[t] = 0.0f;
+        for (int t = span.stop; t < kSpanTokens; ++t) to[t] = 0.0f;
+    }
+
+    // Value scales become what a weight of at most 1 is multiplied with to give its int16 code. All of the entry's rows
+    // have a say in the unit of the codes, whoever sees them, so that it does not depend on the tile.
+    void scale_codes() {
+        const float most = largest_magnitude<V>(s.v_scales, kSpanTokens);
+        const bool codable = most > kTiny && most < __builtin_inff();
+        const vf inverse = V::set1(codable ? kCodeLimit / most : 0.0f);
+        for (int t = 0; t < kSpanTokens; t += V::W) V::store(s.v_scales + t, V::mul(V::load(s.v_scales + t), inverse));
+        v_unit = codable ? most / kCodeLimit : most * 0.0f;  // NaN where a scale is not finite: codes would lose it
     }
 
     KT_INLINE static void fetch_scales(const Section& section) {
@@ -255,9 +264,14 @@ struct TileRun {
             transpose_keys(span);
         }
         load_scales(span.k, span, s.k_scales);
-        v_poison = load_scales(span.v, span, s.v_scales);
-        fetch_scales(next.k);
-        fetch_scales(next.v);
+        if (span.v.form == Form::int8) {
+            load_scales(span.v, span, s.v_scales);
+            scale_codes();
+        }
+        if (call.prefetch) {
+            fetch_scales(next.k);
+            fetch_scales(next.v);
+        }
         int64_t value_stride = 0;
         const float* values = span.v.form == Form::int8 ? nullptr : float_values(span, value_stride);
         const int tiles = (rows + kMaxRows - 1) / kMaxRows;
@@ -286,26 +300,27 @@ struct TileRun {
         const int begin = least & ~15, end = (most + 15) & ~15;
         alignas(64) float scores[NR][kSpanTokens];
         alignas(64) int16_t codes[NR][kSpanTokens];
-        float scale[NR], factor[NR], value_scale[NR];
+        float top[NR], base[NR], keep[NR], share[NR], sum[NR];
         if (span.k.form == Form::int8) {
             int8_scores<NR>(span, next, first, begin, end, scores);
         } else {
             float_scores<NR>(first, begin, end, scores);
         }
-        for (int r = 0; r < NR; ++r) {
-            scale[r] = span.k.form == Form::int8 ? s.query_scales[first + r] : call.scale;
-        }
-        scale_scores<NR>(first, begin, end, lo, hi, scale, scores, factor);
-        if (span.v.form == Form::int8) {
-            int8_weights<NR>(first, begin, end, scores, factor, codes, value_scale);
-        } else {
-            float_weights<NR>(first, begin, end, scores, factor);
-        }
+        scale_scores<NR>(span.k.form == Form::int8 ? s.query_scales + first : nullptr, begin, end, lo, hi, scores, top);
         float* acc = s.acc + first * dv;
         if (span.v.form == Form::int8) {
-            int8_values<NR>(span, next, first, codes[0], begin, end, factor, value_scale, acc);
+            for (int r = 0; r < NR; ++r) base[r] = finite_base(top[r]);
+            raise_tops<NR>(first, top, keep, share);
+            int8_weights<NR>(begin, end, base, scores, codes, sum);
+            for (int r = 0; r < NR; ++r) s.l[first + r] = s.l[first + r] * keep[r] + sum[r] * share[r];
+            for (int r = 0; r < NR; ++r) share[r] *= v_unit;
+            int8_values<NR>(span, next, first, codes[0], begin, end, keep, share, acc);
         } else {
-            float_values_sum<NR>(values + least * value_stride, value_stride, scores[0] + least, most - least, factor,
+            raise_tops<NR>(first, top, keep, share);
+            for (int r = 0; r < NR; ++r) base[r] = finite_base(s.m[first + r]);
+            float_weights<NR>(begin, end, base, scores, sum);
+            for (int r = 0; r < NR; ++r) s.l[first + r] = s.l[first + r] * keep[r] + sum[r];
+            float_values_sum<NR>(values + least * value_stride, value_stride, scores[0] + least, most - least, keep,
                                  acc);
         }
     }
@@ -315,7 +330,7 @@ struct TileRun {
                      float (*scores)[kSpanTokens]) const {
         const auto* keys = reinterpret_cast<const int8_t*>(span.k.rows);
         const int16_t* codes = s.codes + first * dk;
-        const bool fetch = first == 0 && next.k.form == Form::int8;
+        const bool fetch = call.prefetch && first == 0 && next.k.form == Form::int8;
         constexpr int64_t stride = kKeyTileTokens * kTileDepth;
         const int groups = heads.k_size / kTileDepth;
         for (int t = begin; t < end; t += V::W) {
@@ -345,24 +360,26 @@ struct TileRun {
 
     // The rows of a tile go side by side through the next three functions, so that one's latency hides another's.
 
-    // Products become scores in place; factor[r] is what the row's earlier sums must be multiplied with.
+    // Products become scores in place, in units of log 2; top[r] is the row's highest. `query_scales` null: those of
+    // queries that were not quantised.
     template <int NR>
-    void scale_scores(int first, int begin, int end, const int* lo, const int* hi, const float* scale,
-                      float (*scores)[kSpanTokens], float* factor) const {
-        vf top[NR];
+    void scale_scores(const float* query_scales, int begin, int end, const int* lo, const int* hi,
+                      float (*scores)[kSpanTokens], float* top) const {
+        const float unit = call.softcap > 0 ? 1.0f : kLog2E;
+        vf highest[NR], scale[NR];
         bool whole = true;
         for (int r = 0; r < NR; ++r) {
-            top[r] = V::set1(kMinusInfinity);
+            highest[r] = V::set1(kMinusInfinity);
+            scale[r] = V::set1((query_scales == nullptr ? call.scale : query_scales[r]) * unit);
             whole = whole && lo[r] <= begin && hi[r] >= end;
         }
         for (int t = begin; t < end; t += V::W) {
             const vf k_scale = V::load(s.k_scales + t);
             const vf at = V::add(V::iota(), V::set1(static_cast<float>(t)));
             for (int r = 0; r < NR; ++r) {
-                vf score = V::mul(V::load(scores[r] + t), V::mul(V::set1(scale[r]), k_scale));
+                vf score = V::mul(V::load(scores[r] + t), V::mul(scale[r], k_scale));
                 if (call.softcap > 0) {
-                    const vf cap = V::set1(call.softcap);
-                    score = V::mul(cap, tanh<V>(V::div(score, cap)));
+                    score = V::mul(V::set1(call.softcap * kLog2E), tanh<V>(V::div(score, V::set1(call.softcap))));
                 }
                 if (!whole) {
                     const vf hidden = V::set1(kMinusInfinity);
@@ -370,67 +387,67 @@ struct TileRun {
                     score = V::select(V::less(at, V::set1(static_cast<float>(hi[r]))), score, hidden);
                 }
                 V::store(scores[r] + t, score);
-                top[r] = V::max(score, top[r]);
+                highest[r] = V::max(score, highest[r]);
             }
         }
+        for (int r = 0; r < NR; ++r) top[r] = V::reduce_max(highest[r]);
+    }
+
+    // What scores are taken relative to; 0 where nothing was seen.
+    static float finite_base(float m) { return m == kMinusInfinity ? 0.0f : m; }
+
+    // m[r] becomes the larger of itself and top[r]; `keep` is what the row's earlier sums must be multiplied with,
+    // `share` what sums relative to top[r].
+    template <int NR>
+    void raise_tops(int first, const float* top, float* keep, float* share) const {
+        alignas(64) float before[kRowPadding] = {}, highest[kRowPadding] = {};
         for (int r = 0; r < NR; ++r) {
-            const float before = s.m[first + r], now = larger(before, V::reduce_max(top[r]));
+            const float now = larger(s.m[first + r], top[r]), base = finite_base(now);
+            before[r] = s.m[first + r] - base;
+            highest[r] = top[r] - base;
             s.m[first + r] = now;
-            factor[r] = before == now ? 1.0f : exp_one<V>(before - now);
+        }
+        for (int r = 0; r < NR; r += V::W) {
+            V::store(before + r, exp2_falling<V>(V::load(before + r)));
+            V::store(highest + r, exp2_falling<V>(V::load(highest + r)));
+        }
+        for (int r = 0; r < NR; ++r) {
+            keep[r] = before[r];
+            share[r] = highest[r];
         }
     }
 
-    // What scores are taken relative to; 0 where the row has seen nothing yet.
-    float base_of(int row) const { return s.m[row] == kMinusInfinity ? 0.0f : s.m[row]; }
-
-    // Scores become weights exp(score - m) in place.
+    // Scores become weights 2^(score - base) in place.
     template <int NR>
-    void float_weights(int first, int begin, int end, float (*scores)[kSpanTokens], const float* factor) const {
-        vf sum[NR], base[NR];
-        for (int r = 0; r < NR; ++r) {
-            sum[r] = V::set1(0.0f);
-            base[r] = V::set1(base_of(first + r));
-        }
+    void float_weights(int begin, int end, const float* base, float (*scores)[kSpanTokens], float* total) const {
+        vf sum[NR];
+        for (int r = 0; r < NR; ++r) sum[r] = V::set1(0.0f);
         for (int t = begin; t < end; t += V::W) {
             for (int r = 0; r < NR; ++r) {
-                const vf weight = exp<V>(V::sub(V::load(scores[r] + t), base[r]));
+                const vf weight = exp2_falling<V>(V::sub(V::load(scores[r] + t), V::set1(base[r])));
                 V::store(scores[r] + t, weight);
                 sum[r] = V::add(sum[r], weight);
             }
         }
-        for (int r = 0; r < NR; ++r) s.l[first + r] = s.l[first + r] * factor[r] + V::reduce_add(sum[r]);
+        for (int r = 0; r < NR; ++r) total[r] = V::reduce_add(sum[r]);
     }
 
-    // Scores become weights times value scales, as int16 codes; value_scale[r] is the scale of the row's codes.
+    // Scores become codes of weights times value scales. The span's own highest score has weight 1, so that the codes
+    // use their 15 bits wherever that score stands among the row's others.
     template <int NR>
-    void int8_weights(int first, int begin, int end, float (*scores)[kSpanTokens], const float* factor,
-                      int16_t (*codes)[kSpanTokens], float* value_scale) const {
-        vf sum[NR], most[NR], inverse[NR], base[NR];
-        for (int r = 0; r < NR; ++r) {
-            sum[r] = most[r] = V::set1(0.0f);
-            base[r] = V::set1(base_of(first + r));
-        }
+    void int8_weights(int begin, int end, const float* base, const float (*scores)[kSpanTokens],
+                      int16_t (*codes)[kSpanTokens], float* total) const {
+        vf sum[NR];
+        for (int r = 0; r < NR; ++r) sum[r] = V::set1(0.0f);
         for (int t = begin; t < end; t += V::W) {
             const vf v_scale = V::load(s.v_scales + t);
             for (int r = 0; r < NR; ++r) {
-                const vf weight = exp<V>(V::sub(V::load(scores[r] + t), base[r]));
-                const vf product = V::mul(weight, v_scale);
-                V::store(scores[r] + t, product);
+                const vf weight = exp2_falling<V>(V::sub(V::load(scores[r] + t), V::set1(base[r])));
                 sum[r] = V::add(sum[r], weight);
-                most[r] = V::max(product, most[r]);
+                V::store_int16(codes[r] + t, V::to_int(V::mul(weight, v_scale)));
             }
         }
-        for (int r = 0; r < NR; ++r) {
-            s.l[first + r] = s.l[first + r] * factor[r] + V::reduce_add(sum[r]);
-            const float top = V::reduce_max(most[r]);
-            inverse[r] = V::set1(top > kTiny ? kCodeLimit / top : 0.0f);
-            value_scale[r] = (top > kTiny ? top / kCodeLimit : 0.0f) + v_poison;
-        }
-        for (int t = begin; t < end; t += V::W) {
-            for (int r = 0; r < NR; ++r) {
-                V::store_int16(codes[r] + t, V::to_int(V::mul(V::load(scores[r] + t), inverse[r])));
-            }
-        }
+        for (int r = 0; r < NR; ++r) total[r] = V::reduce_add(sum[r]);
     }
 
     template <int NR>
@@ -438,7 +455,7 @@ struct TileRun {
                      const float* factor, const float* scale, float* acc) const {
         const int64_t stride = int64_t{heads.v_size} * kTileDepth;
         const auto* values = reinterpret_cast<const int8_t*>(span.v.rows) + begin / kTileDepth * stride;
-        const bool fetch = first == 0 && next.v.form == Form::int8;
+        const bool fetch = call.prefetch && first == 0 && next.v.form == Form::int8;
         const int groups = (end - begin) / kTileDepth;
         for (int c = 0; c < heads.v_size; c += V::W) {
             const auto done = [&](int r, vf sum) {
@@ -533,8 +550,8 @@ struct TileRun {
     void merge_row(int row, float m, float l, const float* acc) {
         if (m == kMinusInfinity && !(l != l)) return;
         const float before = s.total_m[row], now = larger(before, m);
-        const float keep = before == kMinusInfinity ? 0.0f : exp_one<V>(before - now);
-        const float share = exp_one<V>(m == kMinusInfinity ? 0.0f : m - now);
+        const float keep = before == kMinusInfinity ? 0.0f : exp2_falling_one<V>(before - now);
+        const float share = exp2_falling_one<V>(m == kMinusInfinity ? 0.0f : m - now);
         s.total_m[row] = now;
         s.total_l[row] = s.total_l[row] * keep + l * share;
         float* to = s.total + row * dv;
@@ -555,7 +572,7 @@ struct TileRun {
         for (int i = 0; i < dv; ++i) s.acc[i] = 0.0f;  // a sink has no value
         for (int r = 0; r < rows; ++r) {
             const int head = item.head * heads_per_kv + r % heads_per_kv;
-            if (call.sinks != nullptr) merge_row(r, call.sinks[head], 1.0f, s.acc);
+            if (call.sinks != nullptr) merge_row(r, call.sinks[head] * kLog2E, 1.0f, s.acc);
             const vf inverse = V::set1(1.0f / s.total_l[r]);
             float* row = s.total + r * dv;
             for (int c = 0; c < dv; c += V::W) V::store(row + c, V::mul(V::load(row + c), inverse));

@@ -68,6 +68,7 @@ struct AttentionCall {
     float softcap;      // 0: none
     const float* sinks;  // null: none
     Rope rope;
+    bool prefetch;  // call for the next page while one is worked on; off only to measure what it is worth
 };
 
 // Consecutive new tokens of one sequence whose own block-table entry is the same: they read the same bytes.

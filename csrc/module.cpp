@@ -91,9 +91,9 @@ struct Turns {
 };
 
 void attend_call(const std::string& isa, const Batch& batch, int column, const std::tuple<RowsTuple, RowsTuple>& kv,
-                 const std::tuple<RowsTuple, RowsTuple>& q_out, const std::tuple<int, int, int>& form_heads_threads,
+                 const std::tuple<RowsTuple, RowsTuple>& q_out, const std::tuple<int, int, int, bool>& form_heads_threads_prefetch,
                  const std::tuple<float, int, float, intptr_t>& params, nb::handle rope) {
-    const auto [form, num_heads, num_threads] = form_heads_threads;
+    const auto [form, num_heads, num_threads, prefetch] = form_heads_threads_prefetch;
     const Turns turns(batch, rope);
     AttentionCall call{};
     call.fresh = new_rows(batch, column, std::get<0>(kv), std::get<1>(kv), form, num_threads);
@@ -105,6 +105,7 @@ void attend_call(const std::string& isa, const Batch& batch, int column, const s
     call.softcap = std::get<2>(params);
     call.sinks = pointer<float>(std::get<3>(params));
     call.rope = turns.view();
+    call.prefetch = prefetch;
     const Kernels& kernels = kernels_named(isa);
     nb::gil_scoped_release release;
     paged_attention(kernels, call);
@@ -118,7 +119,7 @@ NB_MODULE(_native, m) {
     using nb::arg;
     m.doc() =
         "The C++ kernels, called by kernels/cpu.py. Rows are (address, token stride, head stride), strides in elements.";
-    m.attr("version") = 1;  // of the arithmetic: raised when results change
+    m.attr("version") = 2;  // of the arithmetic: raised when results change
 
     nb::class_<Batch>(m, "Batch", "The addresses of one kernels.batch.KVBatch; its tensors must outlive it.")
         .def("__init__", [](Batch* self, const std::vector<intptr_t>& addresses, const std::vector<int64_t>& counts,
@@ -147,7 +148,7 @@ NB_MODULE(_native, m) {
     }, arg("isa"), arg("batch"), arg("column"), arg("k"), arg("v"), arg("form"), arg("num_threads"),
           "See kernels.attention.seal.");
     m.def("paged_attention", &attend_call, arg("isa"), arg("batch"), arg("column"), arg("kv"), arg("q_out"),
-          arg("form_heads_threads"), arg("params"), arg("rope").none(),
+          arg("form_heads_threads_prefetch"), arg("params"), arg("rope").none(),
           "See kernels.attention.paged_attention. `params`: scale, window, softcap, address of the sinks, where 0 means\n"
           "none of the last three; `rope`: a layout.RopeSpec.");
     m.def("read_bandwidth", [](int64_t num_bytes, int num_threads, int rounds) {

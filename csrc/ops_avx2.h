@@ -55,6 +55,7 @@ struct Avx2 {
     static vf power_of_two(vi n) {
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
     }
+    static vf bits_to_exponent(vf x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x), 23)); }
     static vf iota() { return _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7); }
     static float first(vf x) { return _mm256_cvtss_f32(x); }
     static float reduce_add(vf x) {

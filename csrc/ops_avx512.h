@@ -52,6 +52,7 @@ struct Avx512 {
     static vf power_of_two(vi n) {
         return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23));
     }
+    static vf bits_to_exponent(vf x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 23)); }
     static vf iota() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
     static float first(vf x) { return _mm512_cvtss_f32(x); }
     static float reduce_add(vf x) {

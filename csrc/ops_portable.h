@@ -55,6 +55,8 @@ struct Portable {
                   static_cast<float>(x[3])};
     }
     static vf power_of_two(vi n) { return reinterpret_cast<vf>((n + 127) << 23); }
+    // The last 9 bits of x, moved up to where a float has its sign and exponent.
+    static vf bits_to_exponent(vf x) { return reinterpret_cast<vf>(reinterpret_cast<vi>(x) << 23); }
     static vf iota() { return vf{0, 1, 2, 3}; }
     static float first(vf x) { return x[0]; }
     static float reduce_add(vf x) { return (x[0] + x[2]) + (x[1] + x[3]); }

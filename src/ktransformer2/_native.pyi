@@ -5,7 +5,7 @@ The C++ kernels, called by kernels/cpu.py. Rows are (address, token stride, head
 from collections.abc import Sequence
 
 
-version: int = 1
+version: int = 2
 
 class Batch:
     """
@@ -27,7 +27,7 @@ def store_kv(batch: Batch, column: int, k: tuple[int, int, int], v: tuple[int, i
 def seal(isa: str, batch: Batch, column: int, k: tuple[int, int, int], v: tuple[int, int, int], form: int, num_threads: int) -> None:
     """See kernels.attention.seal."""
 
-def paged_attention(isa: str, batch: Batch, column: int, kv: tuple[tuple[int, int, int], tuple[int, int, int]], q_out: tuple[tuple[int, int, int], tuple[int, int, int]], form_heads_threads: tuple[int, int, int], params: tuple[float, int, float, int], rope: object | None) -> None:
+def paged_attention(isa: str, batch: Batch, column: int, kv: tuple[tuple[int, int, int], tuple[int, int, int]], q_out: tuple[tuple[int, int, int], tuple[int, int, int]], form_heads_threads_prefetch: tuple[int, int, int, bool], params: tuple[float, int, float, int], rope: object | None) -> None:
     """
     See kernels.attention.paged_attention. `params`: scale, window, softcap, address of the sinks, where 0 means
     none of the last three; `rope`: a layout.RopeSpec.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from ktransformer2.errors import ConfigError
+from ktransformer2.kernels import attention
 from ktransformer2.kernels.batch import AttentionParams, KVBatch
 from ktransformer2.layout import Form, LayerGroup, PageLayout, RopeSpec, pack_page
 
@@ -214,6 +216,26 @@ def test_int8_rows_are_read_as_code_times_scale(target: str) -> None:
     expected = torch.einsum("htj,jhd->thd", weights, v)
     error = (text.attention(128, 129, open_pages=True).double() - expected).norm() / expected.norm()
     assert error < 2e-4
+
+
+def test_a_long_tail_of_small_weights_keeps_its_mass(target: str) -> None:
+    """One token outweighs each of 1,984 later ones by e^11.5: codes relative to it would all round to 0."""
+    text = Text(replace(CASES["int8"], params=AttentionParams(scale=1.0)), 1985)
+    text.q[:] = text.k[:] = text.v[:] = 0
+    text.q[1984, :, 0] = text.v[:, :, 1] = 1
+    text.k[0, :, 0], text.v[0, :, 1] = 11.5, -1
+    seals = torch.tensor([(block, i * 64) for i, block in enumerate(text.order)], dtype=torch.int32)
+    cpu.seal(text.k, text.v, replace(text.batch(0, len(text.k)), seals=seals), 0)
+    expected = (1984 - math.exp(11.5)) / (1984 + math.exp(11.5))
+    assert text.attention(1984, 1985)[0, :, 1].tolist() == pytest.approx([expected] * 9, rel=3e-3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_prefetching_changes_no_bit(target: str, name: str) -> None:
+    text = Text(CASES[name], 700)
+    with_prefetch = text.attention(650, 700, open_pages=True)
+    with attention.without_prefetch():
+        assert _same_bits(text.attention(650, 700, open_pages=True), with_prefetch)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -1,10 +1,13 @@
-"""One decode query over a long context in one layer: the kernel against torch, and against the memory it has to read.
+"""Attention alone: the kernel against torch, against the memory it has to read, and int8 pages against full ones.
 
-Shape: H32 KV8 D128, 32k tokens, random data. Rivals, all on the same rows in contiguous tensors made beforehand:
+`query`: one decode query over 32k tokens in one layer, H32 KV8 D128, random data; also with a kernel that calls for no
+page ahead. Rivals, all on the same rows in contiguous tensors made beforehand:
     sdpa_masked_bf16  SDPA with an explicit mask and heads repeated beforehand, its fast path
     sdpa_bf16, sdpa_fp32  SDPA with grouped heads and no mask, what a model without a mask gets
     grouped_bmm       two batched matmuls over grouped heads in bf16, the fair torch rival
     read              a plain read of a buffer larger than any cache: the bandwidth of the same rounds
+
+`steps`: prefill and decode of SmolLM2's shape, see `attention_steps`.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from itertools import pairwise
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from ktransformer2.bench.attention_steps import decode_figures, prefill_figures
 from ktransformer2.bench.outcome import BenchOptions, Outcome, say
 from ktransformer2.bench.rounds import interleaved, ratio, spread
 from ktransformer2.bench.shapes import block_bytes, geometry
@@ -25,13 +29,15 @@ from ktransformer2.bench.threads import torch_threads
 from ktransformer2.cache.block import BlockTable
 from ktransformer2.cache.kv_cache import KVCache
 from ktransformer2.config import CacheConfig
-from ktransformer2.kernels.attention import paged_attention, seal, store_kv
+from ktransformer2.kernels.attention import paged_attention, seal, store_kv, without_prefetch
 from ktransformer2.kernels.batch import AttentionParams, KVBatch
 from ktransformer2.layout import Form, unpack_page
 
 HEADS, KV_HEADS, HEAD_SIZE = 32, 8, 128
 FULL_TOKENS, QUICK_TOKENS = 32_768, 4_096
 THREADS = 2
+PARTS = ("query", "steps")
+STEP_TOKENS, QUICK_STEP_TOKENS = 8_000, 1_000
 _PREFILL_TOKENS = 4_096
 _READ_BYTES = 512 * 2**20
 _RIVALS = ("sdpa_masked_bf16", "sdpa_fp32", "sdpa_bf16", "grouped_bmm")
@@ -131,12 +137,25 @@ def _max_rel_error(output: torch.Tensor, rows: Rows) -> float:
 
 
 def run(options: BenchOptions) -> Outcome:
-    """Int8 attention of one decode step against SDPA, a grouped matmul, and the read bandwidth of the same rounds."""
+    """Int8 attention of one query against torch and the read bandwidth; that of whole steps against full pages."""
+    rows: list[dict[str, object]] = []
+    summary: dict[str, float] = {}
+    configuration: dict[str, object] = {"threads": THREADS, "dtype": "bf16"}
     with torch_threads(THREADS):
-        return _run(options)
+        if options.wants("query"):
+            query = _query(options)
+            rows, summary, configuration = query.rows, query.summary, configuration | query.configuration
+        if options.wants("steps"):
+            tokens, rounds = (QUICK_STEP_TOKENS, 3) if options.quick else (STEP_TOKENS, 9)
+            for figures in (
+                decode_figures(tokens, 3 * rounds, options.seed),
+                prefill_figures(tokens, rounds, options.seed),
+            ):
+                rows, summary = rows + figures.rows, summary | figures.summary
+    return Outcome(rows, summary, configuration)
 
 
-def _run(options: BenchOptions) -> Outcome:
+def _query(options: BenchOptions) -> Outcome:
     num_tokens, rounds = (QUICK_TOKENS, 5) if options.quick else (FULL_TOKENS, 30)
     say(f"writing {num_tokens:,} tokens")
     rows = Rows.drawn(num_tokens, options.seed)
@@ -151,6 +170,7 @@ def _run(options: BenchOptions) -> Outcome:
     contenders: dict[str, Callable[[], object]] = {
         "int8": lambda: paged_attention(rows.q, *own, batch, 0, params),
         "int8_scattered": lambda: paged_attention(rows.q, *own, scattered, 0, params),
+        "int8_no_prefetch": without_prefetch()(lambda: paged_attention(rows.q, *own, batch, 0, params)),
         "read": _read(buffer),
         **_rivals(rows),
     }
@@ -161,6 +181,7 @@ def _run(options: BenchOptions) -> Outcome:
     summary = {
         "int8_bandwidth_share": share.median,
         **{f"int8_vs_{rival}": ratio(seconds[rival], seconds["int8"]).median for rival in _RIVALS},
+        "kernel_prefetch_gain": ratio(seconds["int8_no_prefetch"], seconds["int8"]).median,
         "max_rel_error": _max_rel_error(output, rows),
         "contiguous_vs_scattered": ratio(seconds["int8_scattered"], seconds["int8"]).median,
         "adjacent_share": _adjacent_share(batch, page),
@@ -170,8 +191,8 @@ def _run(options: BenchOptions) -> Outcome:
     bandwidth = {"read_gb_s": _READ_BYTES / spread(seconds["read"]).median / 1e9, "int8_page_bytes": page_bytes}
     cache.abandon(table)
     cache.close()
-    shape = {"num_tokens": num_tokens, "heads": HEADS, "kv_heads": KV_HEADS, "head_size": HEAD_SIZE, "threads": THREADS}
-    return Outcome(table_rows, summary, {**shape, "dtype": "bf16", "rounds": rounds, **bandwidth})
+    shape = {"num_tokens": num_tokens, "heads": HEADS, "kv_heads": KV_HEADS, "head_size": HEAD_SIZE}
+    return Outcome(table_rows, summary, {**shape, "rounds": rounds, **bandwidth})
 
 
 def _row(name: str, seconds: list[float], ours: list[float]) -> dict[str, object]:

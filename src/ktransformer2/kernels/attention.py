@@ -55,6 +55,19 @@ def use_backend(name: str) -> Iterator[None]:
         _forced = before
 
 
+@contextmanager
+def without_prefetch() -> Iterator[None]:
+    """Native kernels call for no page ahead inside the `with`: to measure what it is worth. Process-wide."""
+    if _native() is None:
+        yield
+        return
+    _native().select_prefetch(False)
+    try:
+        yield
+    finally:
+        _native().select_prefetch(True)
+
+
 def store_kv(k: torch.Tensor, v: torch.Tensor, batch: KVBatch, column: int) -> None:
     """Writes the step's rows k [T, G, Dk] and v [T, G, Dv] where layer `column` keeps them as computed.
 

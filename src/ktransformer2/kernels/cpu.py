@@ -22,6 +22,7 @@ VERSION = _native.version
 
 _targets = tuple(_native.isa_names())
 _target = _targets[0]
+_prefetch = True
 _batches: dict[int, tuple[weakref.ref[KVBatch], _native.Batch]] = {}  # by id; gone with the batch
 
 
@@ -36,6 +37,12 @@ def select_target(name: str) -> None:
     if name not in _targets:
         raise ConfigError(f"kernels {name!r} cannot run on this processor; allowed: {', '.join(_targets)}")
     _target = name
+
+
+def select_prefetch(on: bool) -> None:
+    """Whether attention calls for the next page while it works on one. Side effect: process-wide; changes no result."""
+    global _prefetch
+    _prefetch = on
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, batch: KVBatch, column: int) -> None:
@@ -63,7 +70,7 @@ def paged_attention(
         column,
         (_rows(k), _rows(v)),
         (_rows(q), _rows(out)),
-        (FORMS[q.dtype], q.shape[1], torch.get_num_threads()),
+        (FORMS[q.dtype], q.shape[1], torch.get_num_threads(), _prefetch),
         (params.scale, params.window or 0, params.softcap or 0.0, 0 if sinks is None else sinks.data_ptr()),
         params.rope,
     )
