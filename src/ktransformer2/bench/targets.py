@@ -105,6 +105,14 @@ prefix restart_reused_share      >= 0.99
 prefix restart_vs_handmade       <= 1.0
 prefix valkey_speedup            >= 5
 """
+_PART_5 = """
+overhead engine_overhead_ms_b1             <= 0.5
+overhead engine_overhead_ms_b32            <= 2
+overhead lean_vs_transformers_decode_512   reported
+overhead lean_vs_transformers_decode_8k    reported
+overhead lean_vs_transformers_prefill_512  reported
+overhead lean_vs_transformers_prefill_8k   reported
+"""
 
 
 def _parse(part: int, line: str) -> Target:
@@ -114,7 +122,7 @@ def _parse(part: int, line: str) -> Target:
 
 TARGETS: tuple[Target, ...] = tuple(
     _parse(part, line)
-    for part, lines in ((1, _PART_1), (2, _PART_2), (3, _PART_3), (4, _PART_4))
+    for part, lines in ((1, _PART_1), (2, _PART_2), (3, _PART_3), (4, _PART_4), (5, _PART_5))
     for line in lines.split("\n")
     if line
 )
