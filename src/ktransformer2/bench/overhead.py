@@ -11,7 +11,7 @@ where the part is `engine`, of torch's threads where it is `runner`.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
 
@@ -57,7 +57,8 @@ def run(options: BenchOptions) -> Outcome:
     rows: list[Row] = []
     summary: dict[str, float] = {}
     dtype = options.dtype or "fp32"
-    for name, part in (("engine", _engine), ("runner", partial(_runner, dtype=dtype))):
+    parts: dict[str, Callable[[BenchOptions], Result]] = {"engine": _engine, "runner": partial(_runner, dtype=dtype)}
+    for name, part in parts.items():
         if options.wants(name):
             more_rows, more = part(options)
             rows += more_rows
