@@ -98,6 +98,10 @@ static inline int64_t partial_floats(int rows, int v_size) {
 // Scratch of one thread, in bytes, for tiles of at most `rows` query rows.
 int64_t scratch_bytes(int rows, const Heads& heads);
 
+struct NormCall;  // decoder_calls.h
+struct RotateCall;
+struct GateCall;
+
 // The kernels of one instruction set.
 struct Kernels {
     const char* name;
@@ -105,6 +109,10 @@ struct Kernels {
     // Merges the partials of all groups of (tile, head) in order and writes the output rows.
     void (*merge)(const AttentionCall&, const Item&, uint8_t* scratch);
     void (*seal)(const NewRows&, const Seal&, int head);
+    // One row each.
+    void (*norm)(const NormCall&, int64_t row);
+    void (*rotate)(const RotateCall&, int64_t token);
+    void (*gate)(const GateCall&, int64_t row);
 };
 
 extern const Kernels kPortable;
@@ -115,6 +123,8 @@ extern const Kernels kAvx512;
 
 // Entry points; throw std::invalid_argument where the batch contradicts itself.
 void store_kv(const NewRows& rows);
+void check_slots(const NewRows& rows);  // of all rows, before the first one is stored
+void store_new_row(const NewRows& rows, int64_t token);
 void seal_blocks(const Kernels& kernels, const NewRows& rows);
 void paged_attention(const Kernels& kernels, const AttentionCall& call);
 

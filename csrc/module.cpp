@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bandwidth.h"
+#include "decoder_calls.h"
 #include "dispatch.h"
 
 namespace nb = nanobind;
@@ -151,6 +152,42 @@ NB_MODULE(_native, m) {
           arg("form_heads_threads_prefetch"), arg("params"), arg("rope").none(),
           "See kernels.attention.paged_attention. `params`: scale, window, softcap, address of the sinks, where 0 means\n"
           "none of the last three; `rope`: a layout.RopeSpec.");
+    m.def("norm_rows", [](const std::string& isa, const std::tuple<intptr_t, intptr_t, intptr_t, intptr_t>& addresses,
+                          int64_t rows, int size, int form, float eps, int num_threads) {
+        const auto [x, residual, weight, out] = addresses;
+        const NormCall call{pointer<uint8_t>(x), reinterpret_cast<uint8_t*>(residual), pointer<uint8_t>(weight),
+                            reinterpret_cast<uint8_t*>(out), rows, size, static_cast<Form>(form), eps, num_threads};
+        const Kernels& kernels = kernels_named(isa);
+        nb::gil_scoped_release release;
+        norm_rows(kernels, call);
+    }, arg("isa"), arg("addresses"), arg("rows"), arg("size"), arg("form"), arg("eps"), arg("num_threads"),
+          "See kernels.decoder.rms_norm. `addresses`: x, residual (0: none), weight, out.");
+    m.def("rotate_and_store", [](const std::string& isa, const Batch& batch, int column,
+                                 const std::tuple<RowsTuple, RowsTuple, RowsTuple>& qkv,
+                                 const std::tuple<int, int, int>& form_heads_threads,
+                                 const std::tuple<intptr_t, intptr_t, int>& angles,
+                                 const std::tuple<intptr_t, intptr_t, float>& norms) {
+        const auto [form, num_heads, num_threads] = form_heads_threads;
+        const auto [cosines, sines, half] = angles;
+        const auto [q_weight, k_weight, eps] = norms;
+        const RotateCall call{new_rows(batch, column, std::get<1>(qkv), std::get<2>(qkv), form, num_threads),
+                              rows_of(std::get<0>(qkv)), num_heads, pointer<float>(cosines), pointer<float>(sines), half,
+                              pointer<uint8_t>(q_weight), pointer<uint8_t>(k_weight), eps};
+        const Kernels& kernels = kernels_named(isa);
+        nb::gil_scoped_release release;
+        rotate_and_store(kernels, call);
+    }, arg("isa"), arg("batch"), arg("column"), arg("qkv"), arg("form_heads_threads"), arg("angles"), arg("norms"),
+          "See kernels.decoder.rotate_and_store. `angles`: cosines, sines, how many a row has; `norms`: weights of\n"
+          "queries and keys (0: none), eps.");
+    m.def("gate_rows", [](const std::string& isa, intptr_t gate_up, intptr_t out, int64_t rows, int size, int form,
+                          int num_threads) {
+        const GateCall call{pointer<uint8_t>(gate_up), reinterpret_cast<uint8_t*>(out), rows, size,
+                            static_cast<Form>(form), num_threads};
+        const Kernels& kernels = kernels_named(isa);
+        nb::gil_scoped_release release;
+        gate_rows(kernels, call);
+    }, arg("isa"), arg("gate_up"), arg("out"), arg("rows"), arg("size"), arg("form"), arg("num_threads"),
+          "See kernels.decoder.silu_multiply.");
     m.def("read_bandwidth", [](int64_t num_bytes, int num_threads, int rounds) {
         nb::gil_scoped_release release;
         return read_bandwidth(num_bytes, num_threads, rounds);

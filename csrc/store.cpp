@@ -23,21 +23,6 @@ Page writable_page(const NewRows& rows, int64_t block) {
     return page;
 }
 
-void store_row(const NewRows& rows, int64_t token) {
-    const Batch& batch = *rows.batch;
-    const Heads& heads = batch.heads;
-    const int64_t block = batch.slots[token] / heads.block_tokens, at = batch.slots[token] % heads.block_tokens;
-    const Page page = writable_page(rows, block);
-    if (page.address == nullptr) return;
-    const int bytes = element_bytes(rows.form);
-    for (int head = 0; head < heads.num_kv_heads; ++head) {
-        std::memcpy(k_section(page, heads, head).rows + at * heads.k_size * bytes, rows.k.at(token, head, rows.form),
-                    static_cast<size_t>(heads.k_size * bytes));
-        std::memcpy(v_section(page, heads, head).rows + at * heads.v_size * bytes, rows.v.at(token, head, rows.form),
-                    static_cast<size_t>(heads.v_size * bytes));
-    }
-}
-
 void check_section(const Seal& seal, Form to, Form from) {
     if (to == Form::absent || (is_full(to) && to != from)) {
         refuse("block " + std::to_string(seal.block) + " cannot be sealed: its page is absent or of another form");
@@ -66,7 +51,22 @@ void check_seal(const NewRows& rows, const Seal& seal) {
 
 }  // namespace
 
-void store_kv(const NewRows& rows) {
+void store_new_row(const NewRows& rows, int64_t token) {
+    const Batch& batch = *rows.batch;
+    const Heads& heads = batch.heads;
+    const int64_t block = batch.slots[token] / heads.block_tokens, at = batch.slots[token] % heads.block_tokens;
+    const Page page = writable_page(rows, block);
+    if (page.address == nullptr) return;
+    const int bytes = element_bytes(rows.form);
+    for (int head = 0; head < heads.num_kv_heads; ++head) {
+        std::memcpy(k_section(page, heads, head).rows + at * heads.k_size * bytes, rows.k.at(token, head, rows.form),
+                    static_cast<size_t>(heads.k_size * bytes));
+        std::memcpy(v_section(page, heads, head).rows + at * heads.v_size * bytes, rows.v.at(token, head, rows.form),
+                    static_cast<size_t>(heads.v_size * bytes));
+    }
+}
+
+void check_slots(const NewRows& rows) {
     const Batch& batch = *rows.batch;
     for (int64_t t = 0; t < batch.num_tokens; ++t) {
         const int64_t slot = batch.slots[t];
@@ -75,11 +75,16 @@ void store_kv(const NewRows& rows) {
         }
         writable_page(rows, slot / batch.heads.block_tokens);
     }
+}
+
+void store_kv(const NewRows& rows) {
+    const Batch& batch = *rows.batch;
+    check_slots(rows);
     const int64_t row_bytes = int64_t{batch.heads.num_kv_heads} * (batch.heads.k_size + batch.heads.v_size) *
                               element_bytes(rows.form);
     const int64_t nanoseconds = batch.num_tokens * (40 + row_bytes / 8);
     for_each(batch.num_tokens, thread_count(rows.num_threads, nanoseconds), 16,
-             [&](int64_t token, int) { store_row(rows, token); });
+             [&](int64_t token, int) { store_new_row(rows, token); });
 }
 
 void seal_blocks(const Kernels& kernels, const NewRows& rows) {

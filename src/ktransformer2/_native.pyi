@@ -33,5 +33,19 @@ def paged_attention(isa: str, batch: Batch, column: int, kv: tuple[tuple[int, in
     none of the last three; `rope`: a layout.RopeSpec.
     """
 
+def norm_rows(isa: str, addresses: tuple[int, int, int, int], rows: int, size: int, form: int, eps: float, num_threads: int) -> None:
+    """
+    See kernels.decoder.rms_norm. `addresses`: x, residual (0: none), weight, out.
+    """
+
+def rotate_and_store(isa: str, batch: Batch, column: int, qkv: tuple[tuple[int, int, int], tuple[int, int, int], tuple[int, int, int]], form_heads_threads: tuple[int, int, int], angles: tuple[int, int, int], norms: tuple[int, int, float]) -> None:
+    """
+    See kernels.decoder.rotate_and_store. `angles`: cosines, sines, how many a row has; `norms`: weights of
+    queries and keys (0: none), eps.
+    """
+
+def gate_rows(isa: str, gate_up: int, out: int, rows: int, size: int, form: int, num_threads: int) -> None:
+    """See kernels.decoder.silu_multiply."""
+
 def read_bandwidth(num_bytes: int, num_threads: int, rounds: int) -> float:
     """Bytes per second, the median of `rounds` passes."""

@@ -1,9 +1,9 @@
 """Every knob's value and where it came from: flag > KTRANSFORMER_* > project TOML > user TOML > default.
 
 The knobs are the fields of `CacheConfig`, `EngineConfig` and `TierConfig`, with `memory` ("auto" or a size) for
-`memory_bytes`, and what a command loads: `model` and `dtype`. The project's TOML is `ktransformer.toml` in the current
-folder, else `[tool.ktransformer]` of `pyproject.toml` there; the user's is `config.toml` in the user's config
-directory.
+`memory_bytes`, and what a command loads: `model`, `dtype` and `runner`. The project's TOML is `ktransformer.toml` in
+the current folder, else `[tool.ktransformer]` of `pyproject.toml` there; the user's is `config.toml` in the user's
+config directory.
 
 `merge` is pure; `resolve` reads the files and the environment first. Knows no model and no cache.
 Invariant: a key that nobody knows is an error that names its place and the nearest name; it is never passed over.
@@ -49,6 +49,13 @@ class StartConfig:
     dtype: str = knob(
         "auto",
         "what the model computes in: auto (bfloat16 where the processor has it, else float32), bfloat16 or float32",
+        chosen_by="convention",
+    )
+    runner: str = knob(
+        "auto",
+        "whose forward pass a step is: lean (Llama, Mistral, Qwen2 and Qwen3), transformers, or auto (lean where the "
+        "model fits exactly)",
+        cost="transformers: slower steps, the modules of transformers themselves",
         chosen_by="convention",
     )
     memory: str = knob(

@@ -17,7 +17,7 @@ from ktransformer2.bench.outcome import BenchOptions
 from ktransformer2.errors import UnsupportedModelError
 from ktransformer2.integrations.forward_step import ForwardStep
 from ktransformer2.layout import ModelGeometry
-from ktransformer2.models.hf import HFModel
+from ktransformer2.models.llama import LlamaModel
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_an_error_while_answering_is_a_difference(monkeypatch: pytest.MonkeyPatc
     def fail(*_: Any) -> None:
         raise ZeroDivisionError("no answer")
 
-    monkeypatch.setattr(HFModel, "forward", fail)
+    monkeypatch.setattr(LlamaModel, "forward", fail)
     verdict = examine("llama", "LlamaForCausalLM")
     assert (verdict.outcome, verdict.reason) == ("different", "answering: ZeroDivisionError: no answer")
 
@@ -159,7 +159,7 @@ def test_near_ties_are_drawn_anew_and_counted(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_class_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [
-        Verdict("llama", "LlamaForCausalLM", "served"),
+        Verdict("llama", "LlamaForCausalLM", "served", runner="lean"),
         Verdict("exaone", "LlamaForCausalLM", "served"),
         Verdict("opt", "OPTForCausalLM", "different", "token 3"),
         Verdict("mpt", "MptForCausalLM", "refused", "no registry"),
@@ -172,3 +172,5 @@ def test_a_class_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     page = models_page(found)
     assert "**Served**: 2 model types, 1 classes" in page
     assert "| mpt | MptForCausalLM | no registry |" in page
+    assert "| llama | LlamaForCausalLM |  | lean |" in page
+    assert "own forward pass, for llama; all others" in page

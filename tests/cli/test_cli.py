@@ -45,6 +45,13 @@ def test_run_json_is_one_object_with_the_same_answer(tiny_model_folder: Path) ->
     assert parsed["ttft_s"] > 0
 
 
+def test_both_runners_answer_alike_and_the_result_names_the_one(tiny_model_folder: Path) -> None:
+    common = ("run", tiny_model_folder, "--max-new-tokens", "6", "--memory", "64MB", "--raw", "--json", "-p", "Hello")
+    found = [json.loads(invoke(*common, *more).stdout) for more in ((), ("--runner", "transformers"))]
+    assert [each["runner"] for each in found] == ["lean", "transformers"]
+    assert found[0]["text"] == found[1]["text"]
+
+
 def test_run_reads_a_file_before_the_prompt(tiny_model_folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("abc\n", encoding="utf-8")

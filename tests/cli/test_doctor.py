@@ -20,7 +20,18 @@ from ktransformer2.monitor.client import MonitorClient
 from tests.cache.factories import make_cache, start
 from tests.cli.invoking import assert_as_before, failed, invoke
 
-ALWAYS = ["settings", "python", "ktransformer2", "torch", "transformers", "memory", "huge pages", "kernels", "threads"]
+ALWAYS = [
+    "settings",
+    "runner",
+    "python",
+    "ktransformer2",
+    "torch",
+    "transformers",
+    "memory",
+    "huge pages",
+    "kernels",
+    "threads",
+]
 
 
 @pytest.fixture
@@ -73,6 +84,15 @@ def test_packages() -> None:
     assert problem(checkup.package("no-such-package", ">=1")) == ("not installed", 'pip install "no-such-package>=1"')
     wanted = ["torch>=2.8", "transformers<5.25,>=5.20", 'plotext<7,>=6.1; extra == "plots"']
     assert checkup._ranges(wanted) == {"torch": ">=2.8", "transformers": "<5.25,>=5.20"}
+
+
+def test_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checkup.runner().value.startswith("lean for ")
+    assert "llama, mistral, qwen2, qwen3; the modules of transformers" in checkup.runner().value
+    monkeypatch.setenv("KTRANSFORMER_RUNNER", "transformers")
+    assert checkup.runner().value.startswith("the modules of transformers for every model")
+    monkeypatch.setenv("KTRANSFORMER_RUNNER", "fast")
+    assert problem(checkup.runner()) == ("'fast' is not allowed", "name one of auto, lean, transformers")
 
 
 def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

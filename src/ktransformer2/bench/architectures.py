@@ -44,6 +44,7 @@ from ktransformer2.layout import ExtentLayout
 from ktransformer2.models import tiny
 from ktransformer2.models.batch import CausalModel, FlatBatch
 from ktransformer2.models.hf import HFModel
+from ktransformer2.models.loading import take_in
 from ktransformer2.models.probe import refuse_unservable
 from ktransformer2.models.registry import quiet_transformers
 
@@ -113,7 +114,9 @@ def examine(model_type: str, class_name: str) -> Verdict:
         difference = difference or at_a_door
         if difference != NEAR_TIE:
             outcome = "different" if difference else "served"
-            return Verdict(model_type, class_name, outcome, difference, served.geometry.groups, held, seed, shut)
+            return Verdict(
+                model_type, class_name, outcome, difference, served.geometry.groups, held, seed, shut, served.runner
+            )
     return Verdict(model_type, class_name, "different", f"{_MAX_SEEDS} near-ties", near_ties=_MAX_SEEDS)
 
 
@@ -121,7 +124,7 @@ def load_small(model_type: str, seed: int) -> HFModel:
     """As any model is loaded: the config first, then the weights. Raises UnsupportedModelError, ModelError."""
     config = tiny.tiny_config(model_type)
     refuse_unservable(config)
-    return HFModel(tiny.build_random(config, seed))
+    return take_in(tiny.build_random(config, seed))
 
 
 # --- answers

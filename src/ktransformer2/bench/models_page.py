@@ -25,7 +25,8 @@ MAKE_PAGE = "python -m ktransformer2.bench.architectures"
 class Verdict:
     """What became of a model type. `held_blocks`: per layer group, the most blocks that one sequence held.
 
-    `shut_doors`: those of `DOORS` that refuse what the engine serves, each with its reason.
+    `shut_doors`: those of `DOORS` that refuse what the engine serves, each with its reason. `runner`: whose forward
+    pass answered, `lean` or `transformers`.
     """
 
     model_type: str
@@ -36,6 +37,7 @@ class Verdict:
     held_blocks: tuple[int, ...] = ()
     near_ties: int = 0
     shut_doors: tuple[tuple[str, str], ...] = ()
+    runner: str = ""
 
     @property
     def groups_text(self) -> str:
@@ -50,6 +52,7 @@ class Verdict:
             "class": self.class_name,
             "outcome": self.outcome,
             "groups": self.groups_text,
+            "runner": self.runner,
             "reason": self.reason or (f"not by every door: {shut}" if shut else ""),
         }
 
@@ -63,7 +66,7 @@ class Verdict:
         }
 
 
-_COLUMNS = {"served": "layer groups", "refused": "reason", "different": "difference", "not built": "reason"}
+_COLUMNS = {"served": "layer groups | runner", "refused": "reason", "different": "difference", "not built": "reason"}
 _HEAD = """# Models
 
 Every model type of `AutoModelForCausalLM` in transformers {transformers} (torch {torch}), tried in a small random copy:
@@ -75,6 +78,9 @@ and a test compares it with a new run. `ktransformer models --architectures` pri
   two best logits at every token.
 - **By the doors of transformers' users too**: {doors}.
   The 8 tokens after a prompt of 41, in blocks of 16, are held to the same.
+- **Which runner**: `lean` is this package's own forward pass, for {lean}; all others, and a
+  model of these types that is unusual in any way, are computed by the modules of `transformers`, untouched.
+  `--runner transformers` takes those for every model.
 - **Refused**: {refused}. A typed error (`UnsupportedModelError`) while loading, never a wrong answer.
 - Answered differently: {different}. Not made by transformers itself: {not_built}.
 
@@ -102,13 +108,15 @@ def models_page(verdicts: Sequence[Verdict]) -> str:
         torch=importlib.metadata.version("torch").partition("+")[0],
         served=_counts(by_outcome["served"]),
         doors=_doors(by_outcome["served"]),
+        lean=", ".join(v.model_type for v in by_outcome["served"] if v.runner == "lean"),
         refused=_counts(by_outcome["refused"]),
         different=len(by_outcome["different"]),
         not_built=len(by_outcome["not built"]),
     )
     tables = [
-        f"\n## {outcome.capitalize()}\n\n| model type | class | {_COLUMNS[outcome]} |\n|---|---|---|\n"
-        + "".join(f"| {v.model_type} | {v.class_name} | {v.groups_text or v.reason} |\n" for v in found)
+        f"\n## {outcome.capitalize()}\n\n{(top := f'| model type | class | {_COLUMNS[outcome]} |')}\n"
+        f"{'|---' * (top.count('|') - 1)}|\n"
+        + "".join(f"| {v.model_type} | {v.class_name} | {_rest(v)} |\n" for v in found)
         for outcome, found in by_outcome.items()
         if found
     ]
@@ -118,6 +126,10 @@ def models_page(verdicts: Sequence[Verdict]) -> str:
     if shut:
         tables.insert(1, f"\n## Served, but not by every door\n\n| model type | door | reason |\n|---|---|---|\n{shut}")
     return head + "".join(tables)
+
+
+def _rest(verdict: Verdict) -> str:
+    return f"{verdict.groups_text} | {verdict.runner}" if verdict.outcome == "served" else verdict.reason
 
 
 def _counts(verdicts: Sequence[Verdict]) -> str:

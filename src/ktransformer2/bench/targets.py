@@ -123,6 +123,14 @@ attention int8_kv_vs_full_kv_decode_8k       >= 1.1
 attention int8_kv_vs_full_kv_ttft_8k         <= 1.02
 attention prefill_vs_fp32_matmul             reported
 """
+_PART_5 = """
+overhead engine_overhead_ms_b1             <= 0.5
+overhead engine_overhead_ms_b32            <= 2
+overhead lean_vs_transformers_decode_512   reported
+overhead lean_vs_transformers_decode_8k    reported
+overhead lean_vs_transformers_prefill_512  reported
+overhead lean_vs_transformers_prefill_8k   reported
+"""
 
 
 def _parse(part: int, line: str) -> Target:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -15,28 +16,31 @@ from ktransformer2.kernels.batch import KVBatch
 def build_batch(store: BlockStore, step: Sequence[tuple[BlockTable, int]], block_tokens: int) -> KVBatch:
     """One layer group's `KVBatch` of a step; `step` names each table and how many of its rows are new."""
     group = store.index
-    query_starts, entry_starts = [0], [0]
-    entries, slots, seals = [], [], []
-    for table, num_new in step:
-        group_table = table.groups[group]
-        first_row_of_chunk = query_starts[-1]
-        entries.append(group_table.entries)
-        slots += _slots(table, group, num_new, block_tokens)
-        for block_id, start in group_table.sealing:
-            straight = not store.block(block_id).open_extent
-            seals.append((block_id, first_row_of_chunk + start - table.num_tokens if straight else -1))
-        query_starts.append(first_row_of_chunk + num_new)
-        entry_starts.append(entry_starts[-1] + group_table.num_entries)
+    group_tables = [table.groups[group] for table, _ in step]
+    query_starts = [0, *accumulate(num_new for _, num_new in step)]
+    entry_starts = [0, *accumulate(group_table.num_entries for group_table in group_tables)]
+    entries = np.concatenate([group_table.entries for group_table in group_tables])  # [E, 4]
+    if all(num_new == 1 for _, num_new in step):  # a token each: the newest row of each last entry
+        last = entries[np.array(entry_starts[1:]) - 1].astype(np.int64)
+        slots = last[:, BLOCK] * block_tokens + last[:, ROWS] - 1
+    else:
+        pieces = [_slots(table, group, num_new, block_tokens) for table, num_new in step]
+        slots = np.concatenate(list(chain.from_iterable(pieces)))
+    seals = [
+        (block_id, row + start - table.num_tokens if not store.block(block_id).open_extent else -1)
+        for (table, _), group_table, row in zip(step, group_tables, query_starts, strict=False)
+        for block_id, start in group_table.sealing
+    ]
     return KVBatch(
         group=store.group,
         block_tokens=block_tokens,
         page_table=store.page_table,
         open_table=store.open_table,
-        slot_mapping=torch.from_numpy(np.concatenate(slots)),  # [T]
+        slot_mapping=torch.from_numpy(slots),  # [T]
         query_starts=torch.tensor(query_starts, dtype=torch.int32),  # [S+1]
         context_lens=torch.tensor([table.num_tokens for table, _ in step], dtype=torch.int32),  # [S]
         entry_starts=torch.tensor(entry_starts, dtype=torch.int32),  # [S+1]
-        entries=torch.from_numpy(np.concatenate(entries)),  # [E, 4]
+        entries=torch.from_numpy(entries),
         seals=torch.tensor(seals, dtype=torch.int32).reshape(-1, 2),  # [N, 2]
     )
 

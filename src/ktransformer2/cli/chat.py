@@ -20,6 +20,7 @@ from ktransformer2.cli.options import (
     NewTokensOption,
     PersistFlag,
     RepetitionOption,
+    RunnerOption,
     SeedOption,
     TemperatureOption,
     TopKOption,
@@ -48,6 +49,7 @@ def chat(
     memory: MemoryOption = None,
     kv: KvOption = None,
     dtype: DtypeOption = None,
+    runner: RunnerOption = None,
     max_new_tokens: NewTokensOption = None,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,
@@ -68,8 +70,8 @@ def chat(
     if last is not None and model is None:
         model = last.model
     opening = Opening.of(
-        {"model": model, "memory": memory, "kv": kv, "dtype": dtype, "max_new_tokens": max_new_tokens}
-        | {"persist": persistence(persist)},
+        {"model": model, "memory": memory, "kv": kv, "dtype": dtype, "runner": runner}
+        | {"max_new_tokens": max_new_tokens, "persist": persistence(persist)},
         **{"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p},
         **{"repetition_penalty": repetition_penalty, "seed": seed},
     )

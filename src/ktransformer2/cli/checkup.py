@@ -40,7 +40,7 @@ class Check:
 
 def checkup() -> list[Check]:
     """Everything, in the order in which it is shown. Side effects: imports torch; writes and removes a file."""
-    checks = [settings(), python(), *packages(), sleeping_threads(), memory(), huge_pages()]
+    checks = [settings(), runner(), python(), *packages(), sleeping_threads(), memory(), huge_pages()]
     try:
         importlib.import_module("torch")
     except (ImportError, OSError) as error:
@@ -64,6 +64,26 @@ def settings() -> Check:
         return Check("settings", "PROBLEM", str(error), "mend it; `ktransformer config check` looks again")
     changed = [name for name, origin in found.origins.items() if origin != settings.DEFAULT]
     return Check("settings", "ok", f"{', '.join(changed)} set" if changed else "all defaults")
+
+
+def runner() -> Check:
+    """Which models take which path, as the sweep over all architectures found it."""
+    from ktransformer2 import settings
+    from ktransformer2.bench.models_page import read_list
+
+    try:
+        chosen = settings.resolve().values["runner"]
+    except ConfigError:
+        return Check("runner", "note", "not known while the settings are wrong")
+    lean = ", ".join(row["model_type"] for row in read_list()["architectures"] if row["runner"] == "lean")
+    words = {
+        "auto": f"lean for {lean}; the modules of transformers for all other models",
+        "lean": f"{lean}; other models are refused",
+        "transformers": "the modules of transformers for every model, though lean is faster where it fits",
+    }
+    if chosen not in words:
+        return Check("runner", "PROBLEM", f"{chosen!r} is not allowed", f"name one of {', '.join(words)}")
+    return Check("runner", "ok", words[chosen])
 
 
 def python() -> Check:

@@ -79,7 +79,7 @@ def demo(
         from ktransformer2.models.demo import demo_model
     kernels = say_kernels(console)
     with phases.phase("weights"):
-        loaded = demo_model(chosen.values["dtype"], _sources(source, wheel), wheel)
+        loaded = demo_model(chosen.values["dtype"], _sources(source, wheel), wheel, chosen.values["runner"])
     with phases.phase("cache"):
         given = llm_options(chosen)
         llm = LLM(loaded, **given)

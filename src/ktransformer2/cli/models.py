@@ -63,7 +63,12 @@ def _architectures(*, as_json: bool) -> str:
     if as_json:
         return json.dumps(found, indent=1) + "\n"
     rows = [
-        {"model type": row["model_type"], "outcome": row["outcome"], "layer groups, or reason": _groups_or_reason(row)}
+        {
+            "model type": row["model_type"],
+            "outcome": row["outcome"],
+            "runner": row["runner"],
+            "layer groups, or reason": _groups_or_reason(row),
+        }
         for row in sorted(found["architectures"], key=lambda row: (row["outcome"] != "served", row["model_type"]))
     ]
     served = sum(row["outcome"] == "served" for row in rows)

@@ -25,6 +25,14 @@ class Kv(StrEnum):
     int8 = "int8"
 
 
+class Runner(StrEnum):
+    """Whose forward pass a step is."""
+
+    auto = "auto"
+    lean = "lean"
+    transformers = "transformers"
+
+
 ModelArgument = Annotated[
     str | None,
     typer.Argument(help="A folder, a .gguf or .safetensors file, or a hub id; else the setting `model`."),
@@ -38,6 +46,10 @@ MemoryOption = Annotated[
 ]
 DtypeOption = Annotated[
     str | None, typer.Option(metavar="TYPE", help="What the model computes in: auto, bfloat16 or float32.")
+]
+RunnerOption = Annotated[
+    Runner | None,
+    typer.Option(help="Whose forward pass a step is: auto (lean where the model fits exactly), lean or transformers."),
 ]
 NewTokensOption = Annotated[
     str | None, typer.Option(metavar="TOKENS", help="The answer's longest length, such as 256 or 1k.")

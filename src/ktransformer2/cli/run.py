@@ -22,6 +22,7 @@ from ktransformer2.cli.options import (
     NewTokensOption,
     PersistFlag,
     RepetitionOption,
+    RunnerOption,
     SeedOption,
     TemperatureOption,
     TopKOption,
@@ -46,6 +47,7 @@ def run(
     memory: MemoryOption = None,
     kv: KvOption = None,
     dtype: DtypeOption = None,
+    runner: RunnerOption = None,
     max_new_tokens: NewTokensOption = None,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,
@@ -59,8 +61,8 @@ def run(
 ) -> None:
     """Answer one prompt."""
     opening = Opening.of(
-        {"model": model, "memory": memory, "kv": kv, "dtype": dtype, "max_new_tokens": max_new_tokens}
-        | {"persist": persistence(persist)},
+        {"model": model, "memory": memory, "kv": kv, "dtype": dtype, "runner": runner}
+        | {"max_new_tokens": max_new_tokens, "persist": persistence(persist)},
         **{"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p},
         **{"repetition_penalty": repetition_penalty, "seed": seed},
     )
@@ -131,5 +133,6 @@ def _run_json(output: RequestOutput, llm: LLM) -> dict[str, Any]:
         "kv_bytes": snapshot.cache.peak_bytes,
         "stats": snapshot.as_json(),
         "kernels": backend_name(),
+        "runner": llm.runner,
         "model": str(llm.source),
     }

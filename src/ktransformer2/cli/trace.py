@@ -9,7 +9,7 @@ import typer
 
 from ktransformer2.cli.files import check_place, read_text
 from ktransformer2.cli.guard import EXIT_FAILED, fail, reported, write
-from ktransformer2.cli.options import DtypeOption, KvOption, MemoryOption, NewTokensOption, named_model
+from ktransformer2.cli.options import DtypeOption, KvOption, MemoryOption, NewTokensOption, RunnerOption, named_model
 
 trace = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -31,6 +31,7 @@ def record(
     memory: MemoryOption = None,
     kv: KvOption = None,
     dtype: DtypeOption = None,
+    runner: RunnerOption = None,
     max_new_tokens: NewTokensOption = None,
 ) -> None:
     """Answer every prompt and record the blocks."""
@@ -39,6 +40,7 @@ def record(
 
     chosen = settings.resolve(
         {"model": model, "memory": memory, "kv": kv and kv.value, "dtype": dtype, "max_new_tokens": max_new_tokens}
+        | {"runner": runner and runner.value}
     )
     name = named_model(chosen)
     lines = [line for line in read_text(prompts).splitlines() if line.strip()]

@@ -46,6 +46,7 @@ class LLM:
         kv: str = "auto",
         memory: str | int = "auto",
         dtype: str = "auto",
+        runner: str = "auto",
         block_tokens: int = 64,
         persist: bool | str | Path = "auto",
         **config: Any,
@@ -55,6 +56,7 @@ class LLM:
         `kv`: form of full blocks, auto, full or int8.
         `memory`: the cache's hard limit, such as "4GB", or bytes; auto: 0.8 x what weights and workspace leave.
         `dtype`: what the model computes in, such as "float32".
+        `runner`: whose forward pass a step is: lean, transformers, or auto (lean where the model fits exactly).
         `block_tokens`: tokens of one block, the unit of sharing: 16, 32, 64, 128 or 256.
         `persist`: keep what was read on disk, so that the next process need not read it again: True, or the directory
         where. Nothing is written to disk unless asked for ("auto"): the files tell what prompts said to whoever may
@@ -77,11 +79,11 @@ class LLM:
             there = loaded.model.weight_bytes + ModelFootprint.of(loaded.model).vocabulary_bytes
             before = dataclasses.replace(before, available_bytes=before.available_bytes + there)
         else:
-            loaded = load_model(model, dtype=dtype)
+            loaded = load_model(model, dtype=dtype, runner=runner)
         if memory == "auto":
             left = before.less(self.tier_config.host_bytes)
             cache_config = dataclasses.replace(cache_config, memory_bytes=_auto_bytes(left, loaded, self.engine_config))
-        self.source = loaded.source
+        self.source, self.runner = loaded.source, loaded.model.runner
         self.tokenizer: Tokenizer = loaded.tokenizer
         lasts = outlives_process(self.tier_config)
         fingerprint = loaded.model.lasting_fingerprint() if lasts else loaded.model.fingerprint

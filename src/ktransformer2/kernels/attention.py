@@ -74,8 +74,8 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, batch: KVBatch, column: int) -> N
     Side effects: a row goes to its block's open page, else to the block's page-table page if both its forms are full,
     else nowhere (the block becomes full in this step, and `seal` takes the row from k and v).
     """
-    _check_rows(k, v, batch, column)
-    _backend().store_kv(k, v, batch, column)
+    check_rows(k, v, batch, column)
+    backend().store_kv(k, v, batch, column)
 
 
 def seal(k: torch.Tensor, v: torch.Tensor, batch: KVBatch, column: int) -> None:
@@ -83,8 +83,8 @@ def seal(k: torch.Tensor, v: torch.Tensor, batch: KVBatch, column: int) -> None:
 
     Side effects: writes the pages of `batch.seals`, from k and v or from the open page. Call after `store_kv`.
     """
-    _check_rows(k, v, batch, column)
-    _backend().seal(k, v, batch, column)
+    check_rows(k, v, batch, column)
+    backend().seal(k, v, batch, column)
 
 
 def paged_attention(
@@ -94,9 +94,9 @@ def paged_attention(
 
     A query reads its own block-table entry as computed and earlier entries in their sealed form. Call after `seal`.
     """
-    _check_rows(k, v, batch, column)
+    check_rows(k, v, batch, column)
     _check_queries(q, k, batch, params)
-    out: torch.Tensor = _backend().paged_attention(q, k, v, batch, column, params)
+    out: torch.Tensor = backend().paged_attention(q, k, v, batch, column, params)
     return out
 
 
@@ -108,7 +108,7 @@ def _native() -> Any:
     return importlib.import_module("ktransformer2.kernels.cpu")
 
 
-def _backend() -> Any:
+def backend() -> Any:
     """The module whose functions the next call takes."""
     name = backend_name()
     if name == "reference":
@@ -130,7 +130,7 @@ def _checked(name: str, what: str) -> str:
     return name
 
 
-def _check_rows(k: torch.Tensor, v: torch.Tensor, batch: KVBatch, column: int) -> None:
+def check_rows(k: torch.Tensor, v: torch.Tensor, batch: KVBatch, column: int) -> None:
     """Programmer errors, found before a raw address is written: shapes and dtypes only, values are the cache's duty."""
     group, tokens = batch.group, batch.slot_mapping.shape[0]
     want_k, want_v = (tokens, group.num_kv_heads, group.k_head_size), (tokens, group.num_kv_heads, group.v_head_size)

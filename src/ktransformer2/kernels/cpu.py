@@ -10,6 +10,7 @@ uses as many threads as torch does; results depend on the instruction set, never
 from __future__ import annotations
 
 import weakref
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +18,9 @@ from ktransformer2 import _native
 from ktransformer2.errors import ConfigError
 from ktransformer2.kernels.batch import BATCH_DTYPES, AttentionParams, KVBatch
 from ktransformer2.kernels.pages import FORMS
+
+if TYPE_CHECKING:
+    from ktransformer2.kernels.decoder import HeadNorms, Rotation
 
 VERSION = _native.version
 
@@ -74,6 +78,44 @@ def paged_attention(
         (params.scale, params.window or 0, params.softcap or 0.0, 0 if sinks is None else sinks.data_ptr()),
         params.rope,
     )
+    return out
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> torch.Tensor:
+    """See `decoder.rms_norm`."""
+    out = torch.empty_like(x)
+    addresses = x.data_ptr(), 0 if residual is None else residual.data_ptr(), weight.data_ptr(), out.data_ptr()
+    _native.norm_rows(_target, addresses, *x.shape, FORMS[x.dtype], eps, torch.get_num_threads())
+    return out
+
+
+def rotate_and_store(
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    batch: KVBatch,
+    column: int,
+    rotation: Rotation,
+    norms: HeadNorms | None,
+) -> None:
+    """See `decoder.rotate_and_store`."""
+    q, k, v = qkv
+    cosines, sines = rotation.cosines.contiguous(), rotation.sines.contiguous()
+    _native.rotate_and_store(
+        _target,
+        _native_batch(batch),
+        column,
+        (_rows(q), _rows(k), _rows(v)),
+        (FORMS[q.dtype], q.shape[1], torch.get_num_threads()),
+        (cosines.data_ptr(), sines.data_ptr(), cosines.shape[1]),
+        (0, 0, 0.0) if norms is None else (norms.q_weight.data_ptr(), norms.k_weight.data_ptr(), norms.eps),
+    )
+
+
+def silu_multiply(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `decoder.silu_multiply`."""
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty((rows, size))
+    threads = torch.get_num_threads()
+    _native.gate_rows(_target, gate_up.data_ptr(), out.data_ptr(), rows, size, FORMS[gate_up.dtype], threads)
     return out
 
 

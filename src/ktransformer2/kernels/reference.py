@@ -1,4 +1,5 @@
-"""The torch oracle: `store_kv`, `seal` and `paged_attention`, said plainly, and fast enough to run a model.
+"""The torch oracle: `store_kv`, `seal`, `paged_attention` and a decoder's rows, said plainly, and fast enough to run a
+model.
 
 The keys and values that a sequence's queries see are laid out once per call in a fp32 buffer, one column per token.
 Queries are taken block-table entry by entry: while an entry is the queries' own, its columns hold the rows as computed;
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +22,9 @@ from ktransformer2.kernels.batch import AttentionParams, KVBatch
 from ktransformer2.kernels.pages import Section, sections
 from ktransformer2.kernels.rope import turn_back
 from ktransformer2.layout import unpack_page
+
+if TYPE_CHECKING:
+    from ktransformer2.kernels.decoder import HeadNorms, Rotation
 
 # Scores of one piece of a prefill: H x rows x columns x 4 bytes stay below this.
 _SCORE_BYTES = 16 * 2**20
@@ -274,3 +279,38 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     highest = torch.maximum(scores.amax(dim=-1, keepdim=True), logit)
     weights = scores.sub_(highest).exp_()
     return weights.div_(weights.sum(dim=-1, keepdim=True) + (logit - highest).exp())
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> torch.Tensor:
+    """See `decoder.rms_norm`."""
+    if residual is not None:
+        x = residual.add_(x)
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def rotate_and_store(
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    batch: KVBatch,
+    column: int,
+    rotation: Rotation,
+    norms: HeadNorms | None,
+) -> None:
+    """See `decoder.rotate_and_store`."""
+    q, k, v = qkv
+    if norms is not None:
+        q.copy_(rms_norm(q, norms.q_weight, norms.eps, None))
+        k.copy_(rms_norm(k, norms.k_weight, norms.eps, None))
+    for rows in (q, k):
+        cos, sin = (angles[:, None].to(rows.dtype) for angles in (rotation.cosines, rotation.sines))  # [T, 1, D/2]
+        first, second = rows.chunk(2, dim=-1)
+        turned = first * cos - second * sin, second * cos + first * sin
+        first.copy_(turned[0])
+        second.copy_(turned[1])
+    store_kv(k, v, batch, column)
+
+
+def silu_multiply(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `decoder.silu_multiply`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up

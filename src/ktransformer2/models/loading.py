@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ktransformer2.errors import ConfigError, ModelError, ModelFileError, ModelNotFoundError, UnsupportedModelError
 from ktransformer2.models import hub
 from ktransformer2.models.fingerprint import hash_files
 from ktransformer2.models.gguf_conversion import converted
 from ktransformer2.models.hf import HFModel
+from ktransformer2.models.llama import LlamaModel
+from ktransformer2.models.llama_fit import unfit
 from ktransformer2.models.probe import refuse_unservable
 from ktransformer2.models.registry import quiet_transformers
 from ktransformer2.models.store import hash_memory
@@ -32,6 +34,7 @@ _DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
 }
+RUNNERS = ("auto", "lean", "transformers")
 _FAST_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 _HUB_GGUF = re.compile(r"([\w.-]+/[\w.-]+)/(.+\.gguf)")
@@ -47,21 +50,49 @@ class LoadedModel:
 
 
 def load_model(
-    name_or_path: str | Path, *, dtype: str = "auto", revision: str | None = None, offline: bool | None = None
+    name_or_path: str | Path,
+    *,
+    dtype: str = "auto",
+    runner: str = "auto",
+    revision: str | None = None,
+    offline: bool | None = None,
 ) -> LoadedModel:
     """Loads a model from a folder, a `.safetensors` or `.gguf` file, a hub name, or `owner/name/file.gguf` on the hub.
 
     `dtype`: auto (bfloat16 where the CPU computes in it, else float32), bfloat16 or float32.
+    `runner`: whose forward pass a step is, see `take_in`.
     Side effects: downloads into the hub's cache; a GGUF file is converted once into the user's cache directory.
     Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, ModelError, ConfigError.
     """
     wanted = chosen_dtype(dtype)
+    _check_runner(runner)
     try:
         place = locate(str(name_or_path), revision, offline)
         folder = place if place.is_dir() else converted(place, wanted)
-        return _load_folder(folder, wanted, source=str(name_or_path))
+        weights = checked_weights(folder)
+        with quiet_transformers():
+            model = read_weights(folder, wanted, config=read_config(folder))
+            tokenizer = _read_tokenizer(folder)
+        return LoadedModel(take_in(model, runner, hash_files(weights, hash_memory())), tokenizer, str(name_or_path))
     except OSError as error:  # a file that may not be read, a name that is too long, a disk that fails
         raise ModelFileError(f"{str(name_or_path)[:200]}: cannot be read ({str(error)[:300]})") from error
+
+
+def take_in(model: PreTrainedModel, runner: str = "auto", weights_hash: bytes | None = None) -> HFModel:
+    """A loaded model, to be stepped by its own forward pass (`transformers`), or by the lean one of the Llama family.
+
+    `auto`: lean where the model fits exactly. Side effects: as `HFModel` and `LlamaModel`.
+    Raises: UnsupportedModelError, also where `lean` is asked for and does not fit; ConfigError for another runner.
+    """
+    _check_runner(runner)
+    if runner == "transformers" or (runner == "auto" and unfit(model)):
+        return HFModel(model, weights_hash)
+    return LlamaModel(model, weights_hash)
+
+
+def _check_runner(runner: str) -> None:
+    if runner not in RUNNERS:
+        raise ConfigError(f"runner={runner!r} is not allowed; allowed: {', '.join(RUNNERS)}")
 
 
 def load_tokenizer(
@@ -151,15 +182,6 @@ def _near(path: Path) -> str:
     siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, siblings, n=3)
     return f"; near: {', '.join(str(path.parent / name) for name in near)}" if near else ""
-
-
-def _load_folder(folder: Path, dtype: torch.dtype, source: str) -> LoadedModel:
-    weights = checked_weights(folder)
-    with quiet_transformers():
-        config = read_config(folder)
-        model = read_weights(folder, dtype, config=config)
-        tokenizer = _read_tokenizer(folder)
-    return LoadedModel(HFModel(model, hash_files(weights, hash_memory())), tokenizer, source)
 
 
 def read_config(folder: Path, **settings: Any) -> PreTrainedConfig:

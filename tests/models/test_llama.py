@@ -1,0 +1,203 @@
+"""The lean runner answers as transformers does; what is not exactly its family goes to the transformers path."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from ktransformer2.errors import ConfigError, UnsupportedModelError
+from ktransformer2.models.hf import HFModel
+from ktransformer2.models.llama import LlamaModel
+from ktransformer2.models.llama_fit import unfit
+from ktransformer2.models.loading import take_in
+from ktransformer2.models.projection import DenseProjection
+from tests.models.paged import PagedTexts, greedy
+from tests.models.tiny import one_by_one, tiny
+
+# Longer than the window of 12, longer than a block of 16, and shorter than both.
+PROMPTS = [list(range(3, 44)), [7, 100, 12, 5, 9], [(i * 37) % 200 + 2 for i in range(19)]]
+_ROPE = {"rope_theta": 10000.0, "factor": 4.0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "one KV head": ("llama", {"num_key_value_heads": 1}),
+    "wide heads": ("llama", {"head_dim": 24}),
+    "linear": ("llama", {"rope_parameters": {"rope_type": "linear", **_ROPE}}),
+    "yarn": ("llama", {"rope_parameters": {"rope_type": "yarn", **_ROPE, "original_max_position_embeddings": 64}}),
+    "llama3": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                **_ROPE,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "mistral": ("mistral", {}),
+    "mistral without a window": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),  # biases of Q, K and V; windows in two of four layers
+    "qwen3": ("qwen3", {}),  # Q and K are normed
+    "qwen3 with biases": ("qwen3", {"attention_bias": True}),
+}
+
+
+def logits_of(model: HFModel) -> torch.Tensor:
+    """Of the three prompts, read in one ragged step."""
+    texts = PagedTexts(model.geometry)
+    return model.forward(texts.step([(texts.new_text(), prompt) for prompt in PROMPTS]))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_and_logits_are_those_of_transformers(name: str) -> None:
+    family, settings = MODELS[name]
+    expected = one_by_one(tiny(family, **settings), PROMPTS, 12)
+    by_transformers = logits_of(HFModel(tiny(family, **settings)))
+    lean = take_in(tiny(family, **settings))
+    assert isinstance(lean, LlamaModel)
+    torch.testing.assert_close(logits_of(lean), by_transformers, atol=1e-4, rtol=1e-4)
+    assert greedy(lean, PROMPTS, 12) == expected
+    with lean.original_attention() as bare:  # the model that the tensors came from reads them in their new place
+        assert one_by_one(bare, PROMPTS[1:2], 12) == expected[1:2]
+
+
+@pytest.mark.parametrize("name", ["llama", "biases", "qwen2", "qwen3"])
+def test_bf16_rounds_where_transformers_does(name: str) -> None:
+    family, settings = MODELS[name]
+    model = tiny(family, dtype=torch.bfloat16, **settings)
+    by_transformers = logits_of(HFModel(model))
+    exact = logits_of(HFModel(tiny(family, **settings)))
+    lean = logits_of(LlamaModel(model))
+    assert lean.dtype == torch.float32
+    # Beside the distance that bf16 itself has from fp32, that of the two runners is small.
+    assert (lean - by_transformers).norm() < 0.5 * (by_transformers - exact).norm()
+
+
+def test_only_the_rows_that_are_asked_for_have_logits() -> None:
+    lean = LlamaModel(tiny("llama"))
+    texts = PagedTexts(lean.geometry)
+    batch = texts.step([(texts.new_text(), PROMPTS[0])])
+    every = lean.forward(replace(batch, logit_rows=torch.arange(41)))
+    assert lean.forward(replace(batch, logit_rows=batch.logit_rows[:0])).shape == (0, 211)
+    found = lean.forward(replace(batch, logit_rows=torch.tensor([40, 3])))
+    torch.testing.assert_close(found, every[[40, 3]], atol=1e-5, rtol=1e-5)
+
+
+def test_each_runner_has_a_lineage_of_its_own() -> None:
+    by_transformers, lean = HFModel(tiny("llama")), LlamaModel(tiny("llama"))
+    assert lean.geometry == by_transformers.geometry
+    assert lean.weight_bytes == by_transformers.weight_bytes
+    assert lean.fingerprint != by_transformers.fingerprint
+    assert lean.fingerprint == LlamaModel(tiny("llama")).fingerprint
+    assert lean.fingerprint != LlamaModel(tiny("llama"), make_projection=Halved).fingerprint
+
+
+def test_fused_tensors_are_those_of_the_modules_and_nothing_is_held_twice() -> None:
+    model: Any = tiny("llama", hidden_size=512, intermediate_size=2048, num_attention_heads=8, head_dim=64)
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    gc.collect()
+    before = psutil.Process().memory_info().rss
+    lean = LlamaModel(model, weights_hash=b"")
+    layer = model.model.layers[0]
+    fused = lean._layers[0].qkv
+    assert isinstance(fused, DenseProjection)
+    assert layer.self_attn.q_proj.weight.data_ptr() == fused.weight.data_ptr()
+    assert layer.self_attn.k_proj.weight.data_ptr() == fused.weight[512:].data_ptr()
+    gc.collect()
+    assert psutil.Process().memory_info().rss - before < total / 2
+
+
+class Halved:
+    """Holds its weight in half the bytes, so that the dense one can go."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight, self._bias = weight.bfloat16(), bias
+        self.out_features, self.in_features = weight.shape
+        self.weight_bytes = self._weight.nbytes + (0 if bias is None else bias.nbytes)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self._weight.float(), self._bias)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_other_projections_take_the_place_of_the_dense_ones(tied: bool) -> None:
+    model: Any = tiny("qwen2", tie_word_embeddings=tied)
+    exact = logits_of(HFModel(model))
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    table = model.get_input_embeddings().weight.nbytes
+    lean = LlamaModel(model, make_projection=Halved)
+    assert (logits_of(lean) - exact).norm() < 0.05 * exact.norm()
+    dense = whole / 2 + (table if tied else table / 2)  # the table from tokens to rows stays dense
+    assert dense < lean.weight_bytes < dense + 4000  # norms and biases
+    assert model.model.layers[3].mlp.up_proj.weight.is_meta
+    assert not model.get_input_embeddings().weight.is_meta
+    with pytest.raises(UnsupportedModelError, match="weights of this model were packed"), lean.original_attention():
+        pass
+
+
+def _hooked(model: Any) -> None:
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+
+
+def _patched(model: Any) -> None:
+    model.model.norm.forward = lambda x: x
+
+
+def _replaced(model: Any) -> None:
+    class Adapted(nn.Linear):
+        pass
+
+    model.model.layers[2].mlp.up_proj = Adapted(64, 96)
+
+
+def _half_biased(model: Any) -> None:
+    model.model.layers[0].self_attn.k_proj.bias = nn.Parameter(torch.ones(32))
+
+
+def _mixed(model: Any) -> None:
+    model.model.norm.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "change", "reason"),
+    [
+        ("gemma2", {}, None, "Gemma2ForCausalLM is none of"),
+        ("mixtral", {}, None, "MixtralForCausalLM is none of"),
+        ("llama", {"hidden_act": "gelu"}, None, "hidden_act=gelu"),
+        ("llama", {"pretraining_tp": 2}, None, "pretraining_tp=2"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", **_ROPE}}, None, "rope dynamic"),
+        ("llama", {}, _hooked, "layers.1.mlp was given another forward pass"),
+        ("llama", {}, _patched, "model.norm was given another forward pass"),
+        ("llama", {}, _replaced, "layers.2.mlp.up_proj is a Adapted"),
+        ("llama", {}, _half_biased, "some projections that are fused have a bias"),
+        ("llama", {}, _mixed, "its weights are torch.bfloat16, torch.float32"),
+    ],
+)
+def test_what_is_unusual_is_left_to_transformers(
+    family: str, settings: dict[str, Any], change: Callable[[Any], None] | None, reason: str
+) -> None:
+    model = tiny(family, **settings)
+    assert unfit(tiny("llama")) == ""
+    if change is not None:
+        change(model)
+    assert reason in unfit(model)
+    with pytest.raises(UnsupportedModelError, match="the lean runner does not compute"):
+        take_in(model, "lean")
+
+
+def test_the_runner_is_chosen_by_what_fits_and_by_what_is_asked() -> None:
+    assert take_in(tiny("llama")).runner == "lean"
+    assert take_in(tiny("llama"), "transformers").runner == "transformers"
+    assert take_in(tiny("gemma2")).runner == "transformers"
+    with pytest.raises(ConfigError, match="runner='fast' is not allowed; allowed: auto, lean, transformers"):
+        take_in(tiny("llama"), "fast")
