@@ -105,6 +105,23 @@ prefix restart_reused_share      >= 0.99
 prefix restart_vs_handmade       <= 1.0
 prefix valkey_speedup            >= 5
 """
+_PART_5 = """
+linear int8_read_share  >= 0.8
+linear int4_read_share  >= 0.8
+linear bf16_read_share  reported
+linear bf16_vs_torch_1  reported
+linear int8_vs_torch_1  reported
+linear int4_vs_torch_1  reported
+linear bf16_vs_torch_8  reported
+linear int8_vs_torch_8  reported
+linear int4_vs_torch_8  reported
+linear bf16_vs_torch_512 reported
+linear int8_vs_torch_512 reported
+linear int4_vs_torch_512 reported
+linear ppl_ratio_bf16   <= 1.001
+linear ppl_ratio_int8   <= 1.003
+linear ppl_ratio_int4   <= 1.003
+"""
 
 
 def _parse(part: int, line: str) -> Target:
@@ -114,7 +131,7 @@ def _parse(part: int, line: str) -> Target:
 
 TARGETS: tuple[Target, ...] = tuple(
     _parse(part, line)
-    for part, lines in ((1, _PART_1), (2, _PART_2), (3, _PART_3), (4, _PART_4))
+    for part, lines in ((1, _PART_1), (2, _PART_2), (3, _PART_3), (4, _PART_4), (5, _PART_5))
     for line in lines.split("\n")
     if line
 )
