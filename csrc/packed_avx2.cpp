@@ -16,6 +16,10 @@ struct Avx2Packed : Avx2 {
         return _mm256_set1_epi32(bytes);
     }
 
+    // In assembly, because GCC reorders the sums of an unrolled group and spills the products meanwhile.
+    KT_INLINE static void add_words(vi& sum, vi x) { __asm__("vpaddw %1, %0, %0" : "+x"(sum) : "x"(x)); }
+    KT_INLINE static void add_ints(vi& sum, vi x) { __asm__("vpaddd %1, %0, %0" : "+x"(sum) : "x"(x)); }
+
     // Bytes are multiplied as unsigned by signed, so the weight's sign moves to the input: 2 * 128 * 127 fits int16.
     template <int R>
     KT_INLINE static void dots8(const uint8_t* codes, const int8_t* const (&x)[R], const int32_t (&)[R],
@@ -29,7 +33,7 @@ struct Avx2Packed : Avx2 {
             for (int r = 0; r < R; ++r) {
                 const vi inputs = _mm256_sign_epi8(four(x[r] + chunk * kChunkInputs), weights);
                 const vi pairs = _mm256_maddubs_epi16(sizes, inputs);
-                dots[r] = _mm256_add_epi32(dots[r], _mm256_madd_epi16(pairs, ones));
+                add_ints(dots[r], _mm256_madd_epi16(pairs, ones));
             }
         }
     }
@@ -47,8 +51,8 @@ struct Avx2Packed : Avx2 {
             const vi high = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
             for (int r = 0; r < R; ++r) {
                 const int8_t* at = x[r] + chunk * kChunkInputs;
-                dots[r] = _mm256_add_epi16(dots[r], _mm256_maddubs_epi16(low, four(at)));
-                dots[r] = _mm256_add_epi16(dots[r], _mm256_maddubs_epi16(high, four(at + kHalf)));
+                add_words(dots[r], _mm256_maddubs_epi16(low, four(at)));
+                add_words(dots[r], _mm256_maddubs_epi16(high, four(at + kHalf)));
             }
         }
         for (int r = 0; r < R; ++r) dots[r] = _mm256_madd_epi16(dots[r], _mm256_set1_epi16(1));
