@@ -38,7 +38,7 @@ contract: setup $(OLD_TRANSFORMERS)  ## models/ and integrations/ on the lowest 
 	PYTHONPATH=$(OLD_TRANSFORMERS) $(BIN)/python -m pytest tests/models tests/integrations
 
 bench: setup  ## every benchmark, in full; rows under benchmarks/results
-	for name in attention decode memory fidelity architectures plan dropin monitor policy tiers prefix serve; do \
+	for name in attention decode memory fidelity architectures plan dropin monitor policy tiers prefix overhead linear serve; do \
 	  $(BIN)/ktransformer bench $$name --json benchmarks/results/$$name.json || exit 1; done
 
 clean:  ## forget environment, builds and downloads

@@ -13,6 +13,7 @@
 #include "bandwidth.h"
 #include "decoder_calls.h"
 #include "dispatch.h"
+#include "packed.h"
 
 namespace nb = nanobind;
 
@@ -112,6 +113,13 @@ void attend_call(const std::string& isa, const Batch& batch, int column, const s
     paged_attention(kernels, call);
 }
 
+// (address, row stride in elements, form).
+using MatrixTuple = std::tuple<intptr_t, int64_t, int>;
+
+MatrixRows matrix_rows(const MatrixTuple& rows) {
+    return {reinterpret_cast<uint8_t*>(std::get<0>(rows)), std::get<1>(rows), static_cast<Form>(std::get<2>(rows))};
+}
+
 }  // namespace
 }  // namespace kt
 
@@ -188,6 +196,31 @@ NB_MODULE(_native, m) {
         gate_rows(kernels, call);
     }, arg("isa"), arg("gate_up"), arg("out"), arg("rows"), arg("size"), arg("form"), arg("num_threads"),
           "See kernels.decoder.silu_multiply.");
+    nb::class_<PackedMatrix>(m, "PackedMatrix", "The addresses of one kernels.linear.PackedMatrix; its tensors must outlive it.")
+        .def("__init__", [](PackedMatrix* self, intptr_t tiles, intptr_t bias, int64_t num_outputs, int64_t num_inputs,
+                            bool int4) {
+            new (self) PackedMatrix{pointer<uint8_t>(tiles), pointer<float>(bias), num_outputs, num_inputs, int4};
+        }, arg("tiles"), arg("bias"), arg("num_outputs"), arg("num_inputs"), arg("int4"),
+             "`bias`: the address of fp32 numbers, 0 where there are none.");
+    m.def("multiply_packed", [](const std::string& isa, const PackedMatrix& matrix, const MatrixTuple& x,
+                                const MatrixTuple& out, int64_t num_rows, int num_threads) {
+        const PackedKernels& kernels = packed_kernels_named(isa.c_str());
+        const Product product{&matrix, matrix_rows(x), matrix_rows(out), num_rows, num_threads};
+        nb::gil_scoped_release release;
+        multiply_packed(kernels, product);
+    }, arg("isa"), arg("matrix"), arg("x"), arg("out"), arg("num_rows"), arg("num_threads"),
+          "See kernels.linear.multiply. `x`, `out`: (address, row stride in elements, form).");
+    m.def("multiply_dense", [](const std::string& isa, const MatrixTuple& weights, intptr_t bias, const MatrixTuple& x,
+                               const MatrixTuple& out, const std::tuple<int64_t, int64_t, int64_t>& sizes,
+                               int num_threads) {
+        const PackedKernels& kernels = packed_kernels_named(isa.c_str());
+        const auto [num_rows, num_inputs, num_outputs] = sizes;
+        const DenseProduct product{matrix_rows(weights), pointer<float>(bias), matrix_rows(x), matrix_rows(out),
+                                   num_rows, num_inputs, num_outputs, num_threads};
+        nb::gil_scoped_release release;
+        multiply_dense(kernels, product);
+    }, arg("isa"), arg("weights"), arg("bias"), arg("x"), arg("out"), arg("sizes"), arg("num_threads"),
+          "See kernels.linear.multiply_dense. `bias`: an address or 0; `sizes`: rows, inputs, outputs.");
     m.def("read_bandwidth", [](int64_t num_bytes, int num_threads, int rounds) {
         nb::gil_scoped_release release;
         return read_bandwidth(num_bytes, num_threads, rounds);

@@ -47,5 +47,23 @@ def rotate_and_store(isa: str, batch: Batch, column: int, qkv: tuple[tuple[int, 
 def gate_rows(isa: str, gate_up: int, out: int, rows: int, size: int, form: int, num_threads: int) -> None:
     """See kernels.decoder.silu_multiply."""
 
+class PackedMatrix:
+    """
+    The addresses of one kernels.linear.PackedMatrix; its tensors must outlive it.
+    """
+
+    def __init__(self, tiles: int, bias: int, num_outputs: int, num_inputs: int, int4: bool) -> None:
+        """`bias`: the address of fp32 numbers, 0 where there are none."""
+
+def multiply_packed(isa: str, matrix: PackedMatrix, x: tuple[int, int, int], out: tuple[int, int, int], num_rows: int, num_threads: int) -> None:
+    """
+    See kernels.linear.multiply. `x`, `out`: (address, row stride in elements, form).
+    """
+
+def multiply_dense(isa: str, weights: tuple[int, int, int], bias: int, x: tuple[int, int, int], out: tuple[int, int, int], sizes: tuple[int, int, int], num_threads: int) -> None:
+    """
+    See kernels.linear.multiply_dense. `bias`: an address or 0; `sizes`: rows, inputs, outputs.
+    """
+
 def read_bandwidth(num_bytes: int, num_threads: int, rounds: int) -> float:
     """Bytes per second, the median of `rounds` passes."""

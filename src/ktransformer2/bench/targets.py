@@ -131,6 +131,23 @@ overhead lean_vs_transformers_decode_8k    reported
 overhead lean_vs_transformers_prefill_512  reported
 overhead lean_vs_transformers_prefill_8k   reported
 """
+_PART_5 = """
+linear int8_read_share  >= 0.8
+linear int4_read_share  >= 0.8
+linear bf16_read_share  reported
+linear bf16_vs_torch_1  reported
+linear int8_vs_torch_1  reported
+linear int4_vs_torch_1  reported
+linear bf16_vs_torch_8  reported
+linear int8_vs_torch_8  reported
+linear int4_vs_torch_8  reported
+linear bf16_vs_torch_512 reported
+linear int8_vs_torch_512 reported
+linear int4_vs_torch_512 reported
+linear ppl_ratio_bf16   <= 1.001
+linear ppl_ratio_int8   <= 1.003
+linear ppl_ratio_int4   <= 1.003
+"""
 
 
 def _parse(part: int, line: str) -> Target:

@@ -29,6 +29,7 @@ class Bench(StrEnum):
     prefix = "prefix"
     overhead = "overhead"
     serve = "serve"
+    linear = "linear"
     status = "status"
 
 

@@ -119,6 +119,32 @@ def silu_multiply(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def packed_matrix(
+    tiles: torch.Tensor, bias: torch.Tensor | None, num_outputs: int, num_inputs: int, int4: bool
+) -> _native.PackedMatrix:
+    """The addresses of a `linear.PackedMatrix`, whose tensors must outlive them."""
+    assert tiles.data_ptr() % 4 == 0, f"tiles lie at {tiles.data_ptr():#x}"
+    return _native.PackedMatrix(tiles.data_ptr(), 0 if bias is None else bias.data_ptr(), num_outputs, num_inputs, int4)
+
+
+def multiply_packed(target: str, matrix: _native.PackedMatrix, x: torch.Tensor, out: torch.Tensor) -> None:
+    """See `linear.multiply`. Side effect: writes `out`."""
+    _native.multiply_packed(target, matrix, _matrix(x), _matrix(out), x.shape[0], torch.get_num_threads())
+
+
+def multiply_dense(
+    target: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """See `linear.multiply_dense`; x is fp32. Side effect: writes `out`."""
+    assert x.dtype == torch.float32, f"x is {x.dtype}"
+    assert x.shape[1] == weight.shape[1], f"x has {x.shape[1]} inputs, the weights {weight.shape[1]}"
+    assert weight.is_contiguous(), f"the weights are not contiguous, their strides are {weight.stride()}"
+    assert bias is None or bias.dtype == torch.float32, "the bias is not fp32"
+    numbers, sizes = 0 if bias is None else bias.data_ptr(), (*x.shape, out.shape[1])
+    threads = torch.get_num_threads()
+    _native.multiply_dense(target, _matrix(weight), numbers, _matrix(x), _matrix(out), sizes, threads)
+
+
 def read_bandwidth(num_bytes: int, num_threads: int, rounds: int = 5) -> float:
     """Bytes per second at which the kernels' threads can read memory: the median of `rounds` passes."""
     return _native.read_bandwidth(num_bytes, num_threads, rounds)
@@ -127,6 +153,10 @@ def read_bandwidth(num_bytes: int, num_threads: int, rounds: int = 5) -> float:
 def _rows(x: torch.Tensor) -> tuple[int, int, int]:
     token_stride, head_stride, _ = x.stride()
     return x.data_ptr(), token_stride, head_stride
+
+
+def _matrix(x: torch.Tensor) -> tuple[int, int, int]:
+    return x.data_ptr(), x.stride(0), FORMS[x.dtype]
 
 
 def _native_batch(batch: KVBatch) -> _native.Batch:

@@ -27,7 +27,7 @@ from ktransformer2.models.model_state import model_state, program_of_others
 from ktransformer2.models.probe import observe, refuse_unservable, text_config
 from ktransformer2.models.registry import ATTENTION_NAME, LayerCall, lent, quiet_transformers, receiving, register
 
-_NO_HOOK = -1  # no hook of a model's has this number
+NO_HOOK = -1  # no hook of a model's has this number
 
 
 class StepAttention:
@@ -83,7 +83,7 @@ class HFModel:
         self.fingerprint: bytes = fingerprint(model.config, self.geometry, model.dtype, weights)
         self.weight_bytes: int = sum(p.numel() * p.element_size() for p in (*model.parameters(), *model.buffers()))
         self._keeps_logits = can_choose_logits(model)
-        self._state = model_state(model, _NO_HOOK)
+        self._state = model_state(model, NO_HOOK)
 
     def forward(self, batch: FlatBatch) -> torch.Tensor:
         """Logits fp32 [N, vocab_size] of `batch.logit_rows`. Side effect: K and V are stored in every layer."""
@@ -103,13 +103,17 @@ class HFModel:
             ).logits[0]  # [N, vocab], or [T, vocab] from a model that cannot choose
         return (logits if self._keeps_logits else logits[rows]).float()
 
+    def up_to_date(self) -> HFModel:
+        """What computes the model as it is now, with the adapters and weights that came since it was taken in."""
+        return self
+
     def lasting_fingerprint(self) -> bytes:
         """`fingerprint` for blocks that outlive the process; anew where the model was changed since it was taken in.
 
         Cost: some milliseconds; of a changed model, a pass over its weights.
         Raises: ConfigError for a model that others have hooked into or patched: its numbers have no name.
         """
-        is_as_it_came = model_state(self.model, _NO_HOOK) == self._state
+        is_as_it_came = model_state(self.model, NO_HOOK) == self._state
         if self._from_files and is_as_it_came:
             return self.fingerprint
         if reason := program_of_others(self.model):

@@ -28,8 +28,9 @@ from ktransformer2.kernels.batch import AttentionParams
 from ktransformer2.kernels.decoder import HeadNorms, Rotation, rms_norm, rotate_and_store, silu_multiply
 from ktransformer2.layout import ModelGeometry
 from ktransformer2.models.batch import FlatBatch
-from ktransformer2.models.hf import HFModel
+from ktransformer2.models.hf import NO_HOOK, HFModel
 from ktransformer2.models.llama_fit import unfit
+from ktransformer2.models.model_state import model_state
 from ktransformer2.models.projection import DenseProjection, MakeProjection, Projection
 
 if TYPE_CHECKING:
@@ -93,6 +94,15 @@ class LlamaModel(HFModel):
         forms = sorted({type(projection).__qualname__ for projection in made})
         way = f"{self.runner} {' '.join(forms)} {self.weight_bytes}".encode()
         self.fingerprint = hashlib.sha256(self.fingerprint + way).digest()
+        self._state = model_state(model, NO_HOOK)
+
+    def up_to_date(self) -> HFModel:
+        """As `HFModel` has it: the lean pass knows no adapter and no hook, so a changed model runs by its own modules."""
+        if model_state(self.model, NO_HOOK) == self._state:
+            return self
+        changed = HFModel(self.model)
+        changed._own_attention = self._own_attention
+        return changed
 
     def forward(self, batch: FlatBatch) -> torch.Tensor:
         """Logits fp32 [N, vocab_size] of `batch.logit_rows`. Side effect: K and V are stored in every layer."""

@@ -1,0 +1,213 @@
+"""Linear layers over weights that stay packed in memory: int8 or int4 codes, or the file's own fp16, bf16 or fp32.
+
+A decode step reads every weight once, so its time is bytes over bandwidth. What was packed once is multiplied as it is
+(`kernels.linear`). A layer is called with rows
+x [T, in_features] and returns [T, out_features] in x's dtype; `weight_bytes` is what one row makes it read.
+
+Knows no architecture: `PackedTensors` stacks rows of tensors by name, what they mean is for the caller to know.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ktransformer2.errors import ConfigError, ModelFileError
+from ktransformer2.kernels.linear import CodedWeights, PackedMatrix, multiply, multiply_dense, pack, tiles_shape
+from ktransformer2.layout import round_up
+from ktransformer2.memory.mapping import huge_page_bytes
+from ktransformer2.models.gguf_weights import GgufWeights, Weight, quantized
+from ktransformer2.models.weight_files import checked_weights, stored_tensors
+
+WEIGHT_FORMS = ("auto", "bf16", "int8", "int4")
+# Rows of the output layer weigh most in what is predicted: int4 leaves them at int8 unless the file has them in 4 bits.
+_OUTPUT_LAYERS = ("lm_head", "model.embed_tokens")
+_CHUNK_BYTES = 64 * 2**20
+_ALIGNMENT = 64
+
+
+class PackedLinear:
+    """A linear layer over int8 or int4 codes."""
+
+    def __init__(self, matrix: PackedMatrix) -> None:
+        self.matrix = matrix
+        self.in_features, self.out_features = matrix.num_inputs, matrix.num_outputs
+        self.weight_bytes = matrix.tiles.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return multiply(x, self.matrix)
+
+    def weight_rows(self, index: torch.Tensor) -> torch.Tensor:
+        """Weights fp32 [n, in_features] of the outputs `index` [n]: as embeddings, where the two are tied."""
+        return self.matrix.coded_rows(index).values()
+
+
+class DenseLinear:
+    """A linear layer over weights in fp32, bf16 or fp16, as they are; bias in fp32."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+        self.out_features, self.in_features = weight.shape
+        self.weight_bytes = weight.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return multiply_dense(x, self.weight, self.bias)
+
+    def weight_rows(self, index: torch.Tensor) -> torch.Tensor:
+        """Weights fp32 [n, in_features] of the outputs `index` [n]."""
+        return self.weight[index].float()
+
+
+class WeightMemory:
+    """Memory for weights in few large pieces, in huge pages where the system has them: fewer misses of the TLB."""
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, shape: tuple[int, int]) -> torch.Tensor:
+        """uint8 of `shape`, on a 64-byte boundary. Its pages cost nothing until they are written."""
+        num_bytes = shape[0] * shape[1]
+        if round_up(num_bytes, _ALIGNMENT) > self._free.numel():
+            self._free = _huge_piece(max(num_bytes, _CHUNK_BYTES))
+        taken = self._free[:num_bytes].view(shape)
+        self._free = self._free[round_up(num_bytes, _ALIGNMENT) :]
+        return taken
+
+
+def _huge_piece(num_bytes: int) -> torch.Tensor:
+    huge = huge_page_bytes()
+    piece = mmap.mmap(-1, round_up(num_bytes, _ALIGNMENT) + huge)
+    if huge:
+        piece.madvise(mmap.MADV_HUGEPAGE)
+    bytes_ = torch.frombuffer(piece, dtype=torch.uint8)
+    return bytes_[-bytes_.data_ptr() % huge :] if huge else bytes_
+
+
+class Packer:
+    """Makes linear layers in one form, their weights beside each other in memory. Called as `make(weight, bias)`."""
+
+    def __init__(self, form: str) -> None:
+        """`form`: auto keeps what a weight comes in, else bf16, int8 or int4. Raises ConfigError."""
+        if form not in WEIGHT_FORMS:
+            raise ConfigError(f"weights={form!r} is not allowed; allowed: {', '.join(WEIGHT_FORMS)}")
+        self.form = form
+        self._memory = WeightMemory()
+
+    def __call__(self, weight: Weight, bias: torch.Tensor | None = None) -> PackedLinear | DenseLinear:
+        """A layer of a weight [N, K] and a bias [N]. Raises ModelError for a weight that cannot be packed."""
+        return self.layer(as_form(weight, self.form), bias)
+
+    def layer(self, weight: Weight, bias: torch.Tensor | None = None) -> PackedLinear | DenseLinear:
+        """A layer of a weight in the form it has."""
+        numbers = None if bias is None else bias.float().contiguous()
+        if isinstance(weight, torch.Tensor):
+            return DenseLinear(weight.contiguous(), numbers)
+        tiles = self._memory.take(tiles_shape(weight.form, weight.num_outputs, weight.num_inputs))
+        return PackedLinear(pack(weight, tiles, numbers))
+
+
+def as_form(weight: Weight, form: str) -> Weight:
+    """The weight in a form of WEIGHT_FORMS; what it has already is handed back as it is."""
+    own = weight.form if isinstance(weight, CodedWeights) else "dense"
+    if form in ("auto", own):
+        return weight
+    dense = weight.values() if isinstance(weight, CodedWeights) else weight
+    if form == "int8":
+        return quantized(dense, "int8")
+    if form == "int4":
+        return quantized(dense, "int4")
+    return dense.to(torch.bfloat16)
+
+
+def stacked(weights: Sequence[Weight]) -> Weight:
+    """The rows of several weights one under the other. Where their forms differ, in one that holds them all."""
+    coded = [weight for weight in weights if isinstance(weight, CodedWeights)]
+    if len(coded) < len(weights):
+        dense = [weight.values() if isinstance(weight, CodedWeights) else weight for weight in weights]
+        return torch.cat(dense if len({weight.dtype for weight in dense}) == 1 else [w.float() for w in dense])
+    form = "int8" if any(weight.form == "int8" for weight in coded) else "int4"
+    coded = [weight if weight.form == form else quantized(weight.values(), "int8") for weight in coded]
+    codes, scales = torch.cat([weight.codes for weight in coded]), torch.cat([weight.scales for weight in coded])
+    return CodedWeights(coded[0].form, coded[0].num_inputs, codes, scales)
+
+
+class Stored(Protocol):
+    """Tensors of a model on disk, by their names in transformers."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def weight(self, name: str) -> Weight:
+        """Raises ModelFileError where it is missing."""
+
+
+class FolderWeights:
+    """The tensors of a model folder: of its safetensors files, each mapped."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ModelFileError for a folder whose weights are broken or missing."""
+        self._folder = folder
+        self._open: dict[str, Any] = {}  # name -> a call that reads it
+        for path in checked_weights(folder):
+            try:
+                file = safe_open(path, "pt")
+            except SafetensorError as error:
+                raise ModelFileError(f"{path}: cannot be read ({error}); download it again") from error
+            names = [tensor.name for tensor in stored_tensors(path)]
+            self._open |= {name: partial(file.get_tensor, name) for name in names}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._open
+
+    def weight(self, name: str) -> torch.Tensor:
+        if name not in self._open:
+            raise ModelFileError(f"{self._folder}: holds no {name}")
+        found: torch.Tensor = self._open[name]()
+        return found
+
+
+class PackedTensors:
+    """A model's weights as layers in one form, made when they are asked for, and its other tensors."""
+
+    def __init__(self, stored: Stored, form: str) -> None:
+        self._stored, self._packer = stored, Packer(form)
+
+    def layer(self, *names: str) -> PackedLinear | DenseLinear:
+        """One layer of the rows of `NAME.weight` of all names, one under the other, with `NAME.bias` if they have it.
+
+        Raises ModelFileError where one is missing, or only some have a bias.
+        """
+        weights = [self._in_form(name) for name in names]
+        biased = [name for name in names if f"{name}.bias" in self._stored]
+        if biased and len(biased) < len(names):
+            raise ModelFileError(f"of {', '.join(names)} only {', '.join(biased)} have a bias")
+        bias = torch.cat([self.tensor(f"{name}.bias") for name in names]) if biased else None
+        return self._packer.layer(stacked(weights), bias)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor as numbers: norms, biases, embeddings. Raises ModelFileError where it is missing."""
+        found = self._stored.weight(name)
+        return found.values() if isinstance(found, CodedWeights) else found
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
+    def _in_form(self, name: str) -> Weight:
+        found, form = self._stored.weight(f"{name}.weight"), self._packer.form
+        coded = found.form if isinstance(found, CodedWeights) else "dense"
+        if form == "int4" and name in _OUTPUT_LAYERS and coded != "int4":
+            form = "int8"
+        return as_form(found, form)
+
+
+def packed_tensors(place: Path, form: str) -> PackedTensors:
+    """The weights of a model folder or GGUF file in `form`: auto, bf16, int8 or int4.
+
+    Raises ConfigError, ModelFileError, UnsupportedModelError.
+    """
+    return PackedTensors(FolderWeights(place) if place.is_dir() else GgufWeights(place), form)
