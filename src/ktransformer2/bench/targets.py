@@ -105,6 +105,27 @@ prefix restart_reused_share      >= 0.99
 prefix restart_vs_handmade       <= 1.0
 prefix valkey_speedup            >= 5
 """
+_PART_5 = """
+peers decode_vs_best_8k_bf16        >= 1.3
+peers decode_vs_best_8k_int8        >= 1.8
+peers decode_vs_best_8k_int4        >= 2.5
+peers ttft_vs_best_8k               <= 0.9
+peers decode_vs_llamacpp_8k         reported
+peers decode_vs_vllm_8k             reported
+peers decode_vs_openvino_8k         reported
+peers decode_vs_hf_best_8k          >= 3
+peers ttft_vs_llamacpp_8k           <= 0.25
+peers ttft_vs_hf_8k                 <= 0.35
+peers decode_vs_best_512_bf16       >= 1.0
+peers decode_vs_best_512_int8       >= 1.05
+peers decode_vs_best_512_int4       >= 1.4
+peers ttft_vs_best_512              <= 1.1
+peers batch8_vs_best                >= 1.15
+peers warm_ttft_vs_best             <= 1.0
+peers int8_kv_vs_full_kv_decode_8k  >= 1.1
+peers int8_kv_vs_full_kv_ttft_8k    <= 1.02
+peers decode_slowdown_512_to_8k     <= 1.7
+"""
 
 
 def _parse(part: int, line: str) -> Target:
@@ -114,7 +135,7 @@ def _parse(part: int, line: str) -> Target:
 
 TARGETS: tuple[Target, ...] = tuple(
     _parse(part, line)
-    for part, lines in ((1, _PART_1), (2, _PART_2), (3, _PART_3), (4, _PART_4))
+    for part, lines in ((1, _PART_1), (2, _PART_2), (3, _PART_3), (4, _PART_4), (5, _PART_5))
     for line in lines.split("\n")
     if line
 )

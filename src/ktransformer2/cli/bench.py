@@ -27,6 +27,7 @@ class Bench(StrEnum):
     policy = "policy"
     tiers = "tiers"
     prefix = "prefix"
+    peers = "peers"
     status = "status"
 
 
