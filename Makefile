@@ -12,10 +12,10 @@ OLD_TRANSFORMERS := .cache/transformers-$(TRANSFORMERS_LOWEST)
 NATIVE_SOURCES := $(wildcard CMakeLists.txt csrc/* csrc/*/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test contract lint bench clean
+.PHONY: help setup demo test contract lint bench bench-peers clean
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
 setup: $(VENV)/.model  ## environment, pinned packages, kernels, model
 
@@ -40,6 +40,11 @@ contract: setup $(OLD_TRANSFORMERS)  ## models/ and integrations/ on the lowest 
 bench: setup  ## every benchmark, in full; rows under benchmarks/results
 	for name in attention decode memory fidelity architectures plan dropin monitor policy tiers prefix overhead linear serve; do \
 	  $(BIN)/ktransformer bench $$name --json benchmarks/results/$$name.json || exit 1; done
+
+bench-peers: setup  ## beside every other engine, each in an environment of its own, which is made; see docs/peers.md
+	$(if $(TORCH_INDEX),PIP_EXTRA_INDEX_URL=$(TORCH_INDEX)) \
+	  $(BIN)/python -m ktransformer2.bench.peers.environments requirements/peers
+	$(BIN)/ktransformer bench peers --json benchmarks/results/peers.json
 
 clean:  ## forget environment, builds and downloads
 	rm -rf $(VENV) .cache build dist

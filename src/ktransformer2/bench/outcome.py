@@ -10,7 +10,7 @@ from ktransformer2.errors import ConfigError
 
 SCENARIOS = (
     *("attention", "decode", "memory", "fidelity", "architectures", "plan", "dropin", "monitor", "policy"),
-    *("tiers", "prefix", "overhead", "linear", "serve"),
+    *("tiers", "prefix", "overhead", "linear", "peers", "serve"),
 )
 DTYPES = ("fp32", "bf16")
 _STARTED = time.monotonic()

@@ -17,9 +17,9 @@ from statistics import fmean, median
 
 from ktransformer2.bench import policy_sim as sim
 from ktransformer2.bench.corpus import block_trace_path
+from ktransformer2.bench.line_plot import terminal_plot
 from ktransformer2.bench.outcome import BenchOptions, Outcome, say
 from ktransformer2.bench.policy_hints import HintOracle
-from ktransformer2.bench.policy_plot import terminal_plot
 from ktransformer2.bench.policy_trace import BlockTrace, Interleaving, read_agentic, read_block_trace
 from ktransformer2.cache.replacement import POLICIES, make_policy
 from ktransformer2.cache.replacement.bands import Bands
@@ -182,7 +182,8 @@ def _own_trace(path: Path, quick: bool) -> Outcome:
 
 
 def _show_plot(bed: Bed, scores: Sequence[Score]) -> None:
-    plot = terminal_plot(f"hit % by capacity, {bed.trace.name}", [(s.policy, s.share, s.percent) for s in scores])
+    points = [(s.policy, 100 * s.share, s.percent) for s in scores]
+    plot = terminal_plot(f"hit % by capacity, {bed.trace.name}", "% of unique blocks", points)
     if plot is not None:
         say("\n" + plot)
 

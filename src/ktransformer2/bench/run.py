@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ktransformer2.bench import report, status
-from ktransformer2.bench.outcome import SCENARIOS, BenchOptions, Outcome
+from ktransformer2.bench.outcome import SCENARIOS, BenchOptions, Outcome, say
 from ktransformer2.bench.targets import broken, targets_of
 from ktransformer2.errors import ConfigError
 
@@ -60,6 +60,13 @@ def result_of(name: str, options: BenchOptions) -> dict[str, Any]:
     }
 
 
+def _draw(name: str, rows: list[dict[str, Any]], path: Path) -> None:
+    """The picture of a scenario that has one, beside its JSON."""
+    draw = getattr(importlib.import_module(f"ktransformer2.bench.{name}"), "draw", None)
+    if draw is not None and draw(rows, path):
+        say(f"Plot: {path}")
+
+
 def main(
     name: str,
     quick: bool = False,
@@ -69,8 +76,9 @@ def main(
 ) -> int:
     """Run the scenario `name` (or print the `status`). Returns 5 where `check` is set and a target is broken, else 0.
 
-    Side effects: writes `json_path`; prints to stdout, progress to stderr. `status` puts `json_path`, a result, into
-    the status file first. Raises ConfigError for an unknown name or missing data.
+    Side effects: writes `json_path`, and a plot beside it where the scenario has one; prints to stdout, progress to
+    stderr. `status` puts `json_path`, a result, into the status file first. Raises ConfigError for an unknown name or
+    missing data.
     """
     if name == "status":
         return show_status([json_path] if json_path else [], check)
@@ -79,6 +87,7 @@ def main(
     if json_path is not None:
         json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps(result, indent=1) + "\n")
+        _draw(name, result["rows"], json_path.with_suffix(".png"))
     print(report.tables_by_part(result["rows"]))
     print()
     print(report.summary_table(name, result["summary"]))

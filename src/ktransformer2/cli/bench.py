@@ -28,8 +28,9 @@ class Bench(StrEnum):
     tiers = "tiers"
     prefix = "prefix"
     overhead = "overhead"
-    serve = "serve"
     linear = "linear"
+    peers = "peers"
+    serve = "serve"
     status = "status"
 
 
