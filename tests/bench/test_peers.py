@@ -219,7 +219,11 @@ def test_turns_come_in_another_order_each_and_one_that_fails_is_out(log: Path) -
         there.start([Contender(name, OURS, "bf16", "file", "", options={"name": name}) for name in names])
         for _ in range(4):
             order: list[str] = []
-            there.turn(there.running("decode"), lambda peer, order=order: order.append(str(id(peer))))
+
+            def note(peer: PeerProcess, order: list[str] = order) -> None:
+                order.append(str(id(peer)))
+
+            there.turn(there.running("decode"), note)
             calls.append(order)
 
         def fail(peer: PeerProcess) -> None:

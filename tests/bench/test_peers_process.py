@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -125,7 +125,7 @@ def test_one_that_never_loads_is_given_up(worker: Path) -> None:
 )
 def test_one_that_dies_or_lies_is_ended_and_named(worker: Path, fault: str, ask: str, says: str) -> None:
     peer = started(worker, fault)
-    questions = {
+    questions: dict[str, Callable[[], object]] = {
         "read": lambda: peer.read([1]),
         "decode": lambda: peer.decode(8),
         "batch": lambda: peer.batch([[1], [2]], 8),

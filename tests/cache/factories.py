@@ -118,7 +118,8 @@ def read_rows(cache: KVCache, table: BlockTable, group: int) -> tuple[np.ndarray
     for column in range(len(shape.layers)):
         for forms, pages in _pages(store, entries, column).items():
             for section, part in zip(sections(shape, p, *forms), (slice(k_size), slice(k_size, None)), strict=True):
-                rows = section.load(list(pages.values())).unflatten(1, (len(pages), p))  # [G, N, P, D]
+                loaded = section.load(list(pages.values()))  # [G, N * P, D]
+                rows = loaded.reshape(heads, len(pages), p, -1)
                 blocks[list(pages), :, column, :, part] = rows.permute(1, 2, 0, 3).numpy()
     pieces = [block[first : first + rows] for block, (_, first, rows, _) in zip(blocks, entries, strict=True)]
     held = [block_id != RELEASED for block_id, _, rows, _ in entries for _ in range(rows)]

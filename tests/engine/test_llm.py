@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformer2.engine.llm import LLM, Prompt
+from ktransformer2.engine.llm import LLM
+from ktransformer2.engine.prompts import Prompt
 from ktransformer2.engine.sampling import SamplingParams
 from ktransformer2.errors import (
     ConfigError,

@@ -14,7 +14,7 @@ from tests.models.paged import PagedTexts
 
 DTYPES = [torch.float32, torch.bfloat16]
 # One rounding of bf16, or a few of fp32.
-TOLERANCE = {torch.float32: {"rtol": 2e-6, "atol": 2e-7}, torch.bfloat16: {"rtol": 2**-7, "atol": 1e-6}}
+TOLERANCE = {torch.float32: (2e-6, 2e-7), torch.bfloat16: (2**-7, 1e-6)}  # relative, absolute
 FORMS = {torch.float32: Form.FP32, torch.bfloat16: Form.BF16}
 
 
@@ -35,6 +35,11 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    relative, absolute = TOLERANCE[found.dtype]
+    torch.testing.assert_close(found, expected, rtol=relative, atol=absolute)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [576, 40, 7])
 def test_a_norm_is_its_formula(dtype: torch.dtype, size: int) -> None:
@@ -42,7 +47,7 @@ def test_a_norm_is_its_formula(dtype: torch.dtype, size: int) -> None:
     wide = x.double()
     expected = weight.double() * wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     found = rms_norm(x, weight, 1e-5)
-    torch.testing.assert_close(found, expected.to(dtype), **TOLERANCE[dtype])
+    assert_close(found, expected.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -60,7 +65,7 @@ def test_a_gate_is_its_formula(dtype: torch.dtype, size: int) -> None:
     gate_up = drawn(4, 2 * size, dtype=dtype) * 4
     gate, up = gate_up.double().chunk(2, dim=-1)
     expected = (gate * gate.sigmoid()).to(dtype).double() * up  # rounded between, as two modules would
-    torch.testing.assert_close(silu_multiply(gate_up), expected.to(dtype), **TOLERANCE[dtype])
+    assert_close(silu_multiply(gate_up), expected.to(dtype))
 
 
 def test_what_is_no_number_stays_none() -> None:
@@ -79,10 +84,11 @@ class Rows:
         self.steps = [(self.texts.new_text(), list(range(n))) for n in (19, 1, 40)]
         (self.batch,) = self.texts.step(self.steps).kv
         qkv = drawn(60, 8, size, dtype=dtype)
-        self.qkv = qkv.split_with_sizes((4, 2, 2), dim=1)
+        q, k, v = qkv.split_with_sizes((4, 2, 2), dim=1)
+        self.qkv = q, k, v
         angles = drawn(60, size // 2, seed=1)
         self.rotation = Rotation(angles.cos().to(dtype).float(), angles.sin().to(dtype).float())
-        self.norms = HeadNorms(*(drawn(size, dtype=dtype, seed=seed) for seed in (2, 3)), eps=1e-6)
+        self.norms = HeadNorms(drawn(size, dtype=dtype, seed=2), drawn(size, dtype=dtype, seed=3), 1e-6)
 
     def pages(self) -> list[torch.Tensor]:
         """K and V of all 60 tokens, [60, G, D] each, as the pages of layer 1 hold them."""

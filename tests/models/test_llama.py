@@ -71,6 +71,17 @@ def test_answers_and_logits_are_those_of_transformers(name: str) -> None:
         assert one_by_one(bare, PROMPTS[1:2], 12) == expected[1:2]
 
 
+def test_a_model_that_was_changed_runs_by_its_own_modules() -> None:
+    lean = take_in(tiny("llama"))
+    assert lean.up_to_date() is lean
+    before = logits_of(lean)
+    lean.model.model.layers[0].mlp.register_forward_hook(lambda _module, _args, out: out + 1.0)
+    now = lean.up_to_date()
+    assert (now.runner, type(now)) == ("transformers", HFModel)
+    assert not torch.allclose(logits_of(now), before, atol=0.1)
+    assert now.plain_attention_name == lean.plain_attention_name == "eager"
+
+
 @pytest.mark.parametrize("name", ["llama", "biases", "qwen2", "qwen3"])
 def test_bf16_rounds_where_transformers_does(name: str) -> None:
     family, settings = MODELS[name]

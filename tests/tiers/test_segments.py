@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -122,11 +123,12 @@ def test_a_link_is_never_followed(directory: Path) -> None:
     outside = directory / "outside"
     outside.write_bytes(b"not ours")
     (directory / segment_name(2)).symlink_to(outside)
-    for touch in (
+    touches: tuple[Callable[[], object], ...] = (
         lambda: segments.wipe(directory, 2, 0, 4),
         lambda: segments.discard(directory / segment_name(2)),
         lambda: SegmentWriter.adopt(directory, 2, 0),
-    ):
+    )
+    for touch in touches:
         with pytest.raises(OSError, match="symbolic links"):
             touch()
     created = SegmentWriter.create(directory, 2)

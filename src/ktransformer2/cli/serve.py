@@ -21,7 +21,6 @@ from ktransformer2.cli.options import (
     NewTokensOption,
     PersistFlag,
     persistence,
-    say_kept,
     say_kernels,
     some,
 )
@@ -29,6 +28,7 @@ from ktransformer2.cli.options import (
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ktransformer2.cli.keeping import Keeping
     from ktransformer2.engine.llm import LLM
     from ktransformer2.server.serving import Opened
 
@@ -75,6 +75,7 @@ def serve(
         | {"persist": persistence(persist)}
     )
     _require_extra()
+    from ktransformer2.cli.keeping import Keeping
     from ktransformer2.config import parse_bytes
     from ktransformer2.console import Phases, stderr_console
     from ktransformer2.server.limits import Limits
@@ -88,7 +89,7 @@ def serve(
     )
     console = stderr_console()
     opened = open_address(Address(host, port), key_file, share_prefixes=share_prefixes)
-    llms: list[LLM] = []
+    keepings: list[Keeping] = []
 
     def open_llm() -> LLM:
         """In the engine's thread."""
@@ -97,17 +98,18 @@ def serve(
         phases = Phases(console)
         say_kernels(console)
         with phases.phase("weights"):
-            llms.append(LLM(opening.model, **opening.options))
+            llm = LLM(opening.model, **opening.options)
+        keepings.append(Keeping(llm, opening.model, console))
         phases.ready()
         _say_where(opened, console)
-        return llms[0]
+        return llm
 
     try:
         with _logs(log_json):
             run(opened, open_llm, name or served_names(opening.model), limits)
     finally:
-        for llm in llms:
-            say_kept(llm, console)
+        for keeping in keepings:
+            keeping.end()
 
 
 def served_names(model: str) -> list[str]:

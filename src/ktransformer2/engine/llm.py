@@ -75,7 +75,8 @@ class LLM:
         cache_config, self.engine_config, self.tier_config = _configs(memory, settings)
         before = Memory.measure()
         if isinstance(model, LoadedModel):
-            loaded = model  # what it takes is taken already, and is taken off again below
+            loaded = dataclasses.replace(model, model=model.model.up_to_date())
+            # What it takes is taken already, and is taken off again below.
             there = loaded.model.weight_bytes + ModelFootprint.of(loaded.model).vocabulary_bytes
             before = dataclasses.replace(before, available_bytes=before.available_bytes + there)
         else:

@@ -85,7 +85,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     """See `decoder.rms_norm`."""
     out = torch.empty_like(x)
     addresses = x.data_ptr(), 0 if residual is None else residual.data_ptr(), weight.data_ptr(), out.data_ptr()
-    _native.norm_rows(_target, addresses, *x.shape, FORMS[x.dtype], eps, torch.get_num_threads())
+    rows, size = x.shape
+    _native.norm_rows(_target, addresses, rows, size, FORMS[x.dtype], eps, torch.get_num_threads())
     return out
 
 

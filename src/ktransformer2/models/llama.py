@@ -97,7 +97,7 @@ class LlamaModel(HFModel):
         self._state = model_state(model, NO_HOOK)
 
     def up_to_date(self) -> HFModel:
-        """As `HFModel` has it: the lean pass knows no adapter and no hook, so a changed model runs by its own modules."""
+        """As `HFModel` has it: the lean pass knows no adapter and no hook, so a changed one runs by its own modules."""
         if model_state(self.model, NO_HOOK) == self._state:
             return self
         changed = HFModel(self.model)
@@ -179,7 +179,8 @@ def _layer(module: Any, geometry: ModelGeometry, make: MakeProjection) -> _Layer
 def _projection(modules: Sequence[nn.Linear], make: MakeProjection, *, keep: bool = False) -> Projection:
     """One projection for all of `modules`. Side effect: their tensors become views of its own, or nothing at all where
     it holds them otherwise, unless others need them (`keep`)."""
-    weight, bias = modules[0].weight.detach(), modules[0].bias
+    weight: torch.Tensor = modules[0].weight.detach()
+    bias: torch.Tensor | None = modules[0].bias
     if len(modules) > 1:
         weight = torch.cat([module.weight.detach() for module in modules])  # [sum of outputs, in]
     if bias is not None:
