@@ -83,5 +83,5 @@ def test_a_part_alone_says_what_it_says_among_all() -> None:
 def test_a_part_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"bench memory has no part 'trace'; it has: traces, million"):
         main("memory", options=BenchOptions(parts=("trace",)))
-    with pytest.raises(ConfigError, match=r"bench attention has no part 'x'; it has: one only"):
-        main("attention", options=BenchOptions(parts=("x",)))
+    with pytest.raises(ConfigError, match=r"bench monitor has no part 'x'; it has: one only"):
+        main("monitor", options=BenchOptions(parts=("x",)))

@@ -101,7 +101,11 @@ def replay(
 
 
 def optimum(requests: Sequence[BlockRequest], capacity: int, counted_from: int = 0) -> int:
-    """The most hits that requests from `counted_from` on can have."""
+    """The most hits that requests from `counted_from` on can have, or a little more where that is not 0.
+
+    A block is kept for its next use if that is counted. Then one whose next use comes before takes no room, though what
+    continues it may be kept: the figure is a bound that cannot be reached, and shares of the way to it are too small.
+    """
     kept_for = [0] * len(requests)  # how many blocks are kept until each request, which uses them next
     latest: list[int] = []  # a heap of such requests, negative: the last one comes first
     hits = num_kept = 0
