@@ -53,7 +53,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)  # a mapping has no hash
     constraint: Callable[[], Constraint] | None = None
     seed: int | None = None
     stop: str | Sequence[str] = ()
