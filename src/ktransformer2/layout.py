@@ -23,7 +23,7 @@ from functools import cached_property
 
 # Part of every fingerprint and hash chain: a change in how a key or value is computed or sealed must not meet older
 # blocks.
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 PAGE_ALIGNMENT = 64
 EXTENT_ALIGNMENT = 4096
 KEY_TILE_TOKENS = 16

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from ktransformer2.errors import ConfigError, UnsupportedModelError
 from ktransformer2.models.hf import HFModel
@@ -171,6 +172,10 @@ def _replaced(model: Any) -> None:
     model.model.layers[2].mlp.up_proj = Adapted(64, 96)
 
 
+def _regated(model: Any) -> None:
+    model.model.layers[0].mlp.act_fn = nn.GELU()
+
+
 def _half_biased(model: Any) -> None:
     model.model.layers[0].self_attn.k_proj.bias = nn.Parameter(torch.ones(32))
 
@@ -190,6 +195,7 @@ def _mixed(model: Any) -> None:
         ("llama", {}, _hooked, "layers.1.mlp was given another forward pass"),
         ("llama", {}, _patched, "model.norm was given another forward pass"),
         ("llama", {}, _replaced, "layers.2.mlp.up_proj is a Adapted"),
+        ("llama", {}, _regated, "layers.0.mlp.act_fn is a GELU"),
         ("llama", {}, _half_biased, "some projections that are fused have a bias"),
         ("llama", {}, _mixed, "its weights are torch.bfloat16, torch.float32"),
     ],
@@ -204,6 +210,15 @@ def test_what_is_unusual_is_left_to_transformers(
     assert reason in unfit(model)
     with pytest.raises(UnsupportedModelError, match="the lean runner does not compute"):
         take_in(model, "lean")
+
+
+def test_a_hook_for_all_modules_is_unusual_too() -> None:
+    model = tiny("llama")
+    handle = register_module_forward_hook(lambda _module, _args, _out: None)
+    try:
+        assert unfit(model) == "a hook was registered for all modules"
+    finally:
+        handle.remove()
 
 
 def test_the_runner_is_chosen_by_what_fits_and_by_what_is_asked() -> None:

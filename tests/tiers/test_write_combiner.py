@@ -86,6 +86,17 @@ def test_one_tier_that_keeps_a_batch_is_enough(tier: MemoryTier) -> None:
 
 
 @pytest.mark.usefixtures("by_hand")
+def test_at_the_end_host_memory_alone_is_written_no_more_and_nothing_has_failed() -> None:
+    host = MemoryTier("host")
+    combiner = WriteCombiner([host], limit_bytes=1000, linger_s=60.0)
+    assert combiner.offer(block(0))
+    assert combiner.begin_end() == 0
+    assert combiner.held_bytes == 0
+    assert combiner.close(1.0)
+    assert combiner.stats().failed_blocks == combiner.stats().left_blocks == 0
+    assert host.blocks == {}
+
+
 def test_host_memory_does_not_count_beside_what_lasts(tier: MemoryTier) -> None:
     tier.fails.add("put")
     combiner = WriteCombiner([MemoryTier("host"), tier], limit_bytes=1000)

@@ -27,6 +27,7 @@ from ktransformer2.bench.contest import (
 )
 from ktransformer2.bench.corpus import Drawing, draw_prompts
 from ktransformer2.bench.decode import FULL_ROUNDS, QUICK_ROUNDS, long_prompt
+from ktransformer2.bench.fidelity import first_difference
 from ktransformer2.bench.outcome import BenchOptions, Outcome, say
 from ktransformer2.bench.reference import HFDecoder, answers, shallow
 from ktransformer2.bench.rounds import ratio, spread
@@ -43,6 +44,7 @@ _FULL_ANSWER, _QUICK_ANSWER = 32, 6
 _FULL_PROMPT, _QUICK_PROMPT = 400, 40
 _HELPER_LAYERS = 8
 _ANSWER_DTYPES = ("fp32", "bf16")
+_A_DAY_S = 86_400.0  # in bf16 without units for it the second round may come later than text is kept by default
 # What differs in both attentions of transformers' own is a near-tie.
 _OTHER_ATTENTION = {"sdpa": "eager", "eager": "sdpa"}
 Row = dict[str, object]
@@ -185,7 +187,7 @@ def _through_the_doors(loaded: LoadedModel, ways: Sequence[_Way], num_new: int) 
     for way in ways:
         say(f"the answers of the drop-in: {way.name}")
         found[way.name, "drop-in"] = way.answers(model, num_new, lambda: DynamicKVCache(model.config, kv="full"))
-    with loaded.model.original_attention() as bare, attach(bare, kv="full") as held:
+    with loaded.model.original_attention() as bare, attach(bare, kv="full", cached_idle_s=_A_DAY_S) as held:
         for way in ways:
             say(f"the answers of an attached model: {way.name}")
             held.clear()
@@ -198,7 +200,9 @@ def _through_the_doors(loaded: LoadedModel, ways: Sequence[_Way], num_new: int) 
 
 
 def _judged(loaded: LoadedModel, way: _Way, found: Answers, num_new: int) -> tuple[int, int]:
-    """Answers that are not the reference's; those of them where the reference differs from itself are near-ties."""
+    """Answers that are not the reference's; those of them that differ no earlier than the reference does from itself
+    are near-ties.
+    """
     with loaded.model.original_attention() as bare:
         expected = way.answers(bare, num_new)
         if found == expected:
@@ -211,8 +215,14 @@ def _judged(loaded: LoadedModel, way: _Way, found: Answers, num_new: int) -> tup
         for ours, theirs, other in zip(*batch, strict=True)
         if ours != theirs
     ]
-    ties = sum(theirs != other for _, theirs, other in compared)
+    ties = sum(_parts(theirs, other) <= _parts(theirs, ours) for ours, theirs, other in compared)
     return len(compared) - ties, ties
+
+
+def _parts(one: Sequence[int], other: Sequence[int]) -> int:
+    """The first place where two answers differ; behind both where they do not."""
+    place = first_difference(one, other)
+    return max(len(one), len(other)) if place is None else place
 
 
 @contextmanager

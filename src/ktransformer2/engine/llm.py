@@ -75,6 +75,11 @@ class LLM:
         cache_config, self.engine_config, self.tier_config = _configs(memory, settings)
         before = Memory.measure()
         if isinstance(model, LoadedModel):
+            if runner not in ("auto", model.model.runner):
+                raise ConfigError(
+                    f"runner={runner!r} comes too late: the model was loaded for {model.model.runner!r}; "
+                    f"give it to load_model(..., runner={runner!r})"
+                )
             loaded = dataclasses.replace(model, model=model.model.up_to_date())
             # What it takes is taken already, and is taken off again below.
             there = loaded.model.weight_bytes + ModelFootprint.of(loaded.model).vocabulary_bytes

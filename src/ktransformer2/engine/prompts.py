@@ -50,7 +50,7 @@ def _rendered(tokenizer: Tokenizer, messages: Sequence[Message], source: object,
             raise RequestError(f"a message is a mapping with a role and a content; got {message!r}")
         if isinstance(content := message.get("content"), str):
             _check_text(content)
-    if _says_nothing(messages[-1].get("content")):
+    if messages[-1].get("role") != "tool" and _says_nothing(messages[-1].get("content")):  # a tool may find nothing
         raise EmptyPromptError("the last message is empty; its content must hold at least one character")
     if not tokenizer.chat_template:
         raise RequestError(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 MAX_COMPLETIONS = 128
 MAX_LOGPROBS = 100
 MAX_STOPS = 64
+MAX_STOP_TOKENS = 1024
 MAX_BIASES = 1024
 _MAX_SEED = 2**63
 
@@ -88,12 +89,16 @@ class SamplingParams:
         self._real("min_p", 0.0, 1.0)
         self._real("presence_penalty", -2.0, 2.0)
         self._real("frequency_penalty", -2.0, 2.0)
-        self._real("repetition_penalty", 0.0, math.inf, lowest_allowed=False)
+        self._real("repetition_penalty", 0.01, 100.0)
 
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOPS or not all(isinstance(text, str) and text for text in self.stop):
             raise RequestError(
                 f"stop={self.stop!r} is not allowed; allowed: up to {MAX_STOPS} strings, none of them empty"
+            )
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            raise RequestError(
+                f"stop_token_ids={len(self.stop_token_ids)} ids is not allowed; allowed: {MAX_STOP_TOKENS}"
             )
         if not all(_is_integer(token) and token >= 0 for token in self.stop_token_ids):
             raise RequestError(f"stop_token_ids={self.stop_token_ids!r} is not allowed; allowed: token ids, 0 or more")

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _CLASSES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 # Whose frequencies are one table for all positions; transformers' own function made it.
 _FIXED_ROPES = {"default", "linear", "llama3", "yarn"}
 _PLAIN_MODULES = {nn.Linear, nn.Embedding, nn.ModuleList}
+_GATES = {nn.SiLU, type(ACT2FN["silu"])}
 _DTYPES = {torch.float32, torch.bfloat16}
 
 
@@ -39,9 +41,11 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if len(dtypes) > 1 or not dtypes <= _DTYPES:
         yield f"its weights are {', '.join(sorted(map(str, dtypes)))}"
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        yield "a hook was registered for all modules"
     for name, module in model.named_modules():
-        ours = type(module).__module__ == home or type(module) in _PLAIN_MODULES or name.endswith("mlp.act_fn")
-        if not ours:
+        ours = type(module).__module__ == home or type(module) in _PLAIN_MODULES
+        if not (type(module) in _GATES if name.endswith("mlp.act_fn") else ours):
             yield f"{name} is a {type(module).__name__}"
         elif "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
             yield f"{name or 'the model'} was given another forward pass"

@@ -74,10 +74,11 @@ class CacheDoor:
     async def unpin(self, caller: Caller, name: str) -> dict[str, Any]:
         """Raises: ApiError."""
         _require_admin(caller)
-        pin = self._pins.pop(name, None)
+        pin = self._pins.get(name)
         if pin is None:
             raise ApiError(404, "no such pin; GET /v1/cache/pins lists them", "not_found")
         await self._service.engine.call(lambda llm: llm.cache.advice.unpin(pin))
+        self._pins.pop(name, None)
         return {"id": name, "deleted": True}
 
     async def _ids(self, body: PromptBody) -> list[int]:

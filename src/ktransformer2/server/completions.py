@@ -9,6 +9,7 @@ from typing import Any
 from ktransformer2.engine.outputs import StreamChunk
 from ktransformer2.server import answers
 from ktransformer2.server.engine_thread import Work
+from ktransformer2.server.problems import ApiError
 from ktransformer2.server.schemas import CompletionBody
 from ktransformer2.server.service import Service
 from ktransformer2.server.sse import DONE, PING, event
@@ -27,6 +28,8 @@ class CompletionCall:
     async def works(self) -> list[Work]:
         """Raises: RequestError, ApiError."""
         body = self._body
+        if not body.prompts:
+            raise ApiError(400, "prompt is an empty list; give a text or token ids", "invalid_request", param="prompt")
         prompts = [await self._service.prompts.encode(prompt) for prompt in body.prompts]
         if any(self._service.prompts.begins_twice(ids) for ids in prompts):
             self._notes["warnings"] = ["the prompt begins with two begin-of-text tokens; leave yours out"]

@@ -115,12 +115,12 @@ class EngineThread:
     def _run(self) -> None:
         try:
             llm = self._open()
-        except Exception as error:
+        except BaseException as error:  # a library in Rust that panics raises no Exception
             self._end("failed", error)
             return
         try:
             self._serve(llm)
-        except Exception as error:
+        except BaseException as error:
             _log.exception("the engine has failed")
             self._end("failed", error)
         else:
@@ -160,7 +160,7 @@ class EngineThread:
                 continue
             try:
                 answer.set_result(question(llm))
-            except Exception as error:
+            except BaseException as error:
                 answer.set_exception(error)  # raised where it was asked
 
     def _add(self, llm: LLM, stream: Stream, works: Sequence[Work], salt: bytes) -> None:
@@ -194,7 +194,7 @@ class EngineThread:
         if news:
             self._loop.call_soon_threadsafe(_deliver, news)
 
-    def _end(self, state: State, error: Exception) -> None:
+    def _end(self, state: State, error: BaseException) -> None:
         """Everyone who waits is told."""
         if state == "failed":
             self.error = type(error).__name__  # what it says may quote a prompt
@@ -215,6 +215,6 @@ def _deliver(news: list[tuple[Stream, StreamChunk]]) -> None:
         stream.put(chunk)
 
 
-def _fail(streams: set[Stream], error: Exception) -> None:
+def _fail(streams: set[Stream], error: BaseException) -> None:
     for stream in streams:
         stream.fail(error)

@@ -21,7 +21,6 @@ class Facts:
     `kv_bytes`: the most bytes of cache that so many tokens need. `cache` is for what any thread may ask of it.
     """
 
-    source: str
     loaded_at: int
     context_tokens: int
     block_tokens: int
@@ -38,7 +37,6 @@ class Facts:
         chunk = llm.engine_config.max_step_tokens
         cache = llm.cache
         return cls(
-            source=llm.source,
             loaded_at=int(time.time()),
             context_tokens=min(cache.geometry.max_positions, cache.capacity_tokens(chunk)),
             block_tokens=cache.config.block_tokens,

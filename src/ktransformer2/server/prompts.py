@@ -17,13 +17,14 @@ from ktransformer2.server.facts import Facts
 from ktransformer2.server.grammar import Grammar, Grammars
 
 T = TypeVar("T")
+_MODEL = "this model"  # what errors call it: clients see no path
 
 
 class Prompts:
     """The tokenizer of one model, for the event loop."""
 
     def __init__(self, facts: Facts) -> None:
-        self._tokenizer, self._source, self._end_tokens = facts.tokenizer, facts.source, facts.end_tokens
+        self._tokenizer, self._end_tokens = facts.tokenizer, facts.end_tokens
         self._grammars: Grammars | None = None  # made by the first who wants one
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="ktransformer-tokenizer")
 
@@ -33,11 +34,11 @@ class Prompts:
 
     async def chat(self, messages: Sequence[Message], **template: Any) -> list[int]:
         """Raises: as `engine.prompts.templated`."""
-        return await self._run(lambda: templated(self._tokenizer, messages, self._source, **template))
+        return await self._run(lambda: templated(self._tokenizer, messages, _MODEL, **template))
 
     async def render(self, messages: Sequence[Message], **template: Any) -> str:
         """What `chat` gives the ids of. Raises: as `chat`."""
-        return await self._run(lambda: templated_text(self._tokenizer, messages, self._source, **template))
+        return await self._run(lambda: templated_text(self._tokenizer, messages, _MODEL, **template))
 
     async def continued(self, ids: Sequence[int], said: Said) -> list[int]:
         """The ids, with those of the last answer as the model wrote them."""

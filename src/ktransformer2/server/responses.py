@@ -149,7 +149,7 @@ class ResponsesCall:
             },
             "ktransformer": answers.extra_of([output], self._service.facts, self._notes),
         }
-        if self._body.store:
+        if self._body.store is not False:
             answer = tuple(token for token in output.token_ids if token not in self._service.facts.end_tokens)
             message = {name: value for name, value in message_of(parts).items() if name != "refusal"}
             said = Said(self._caller.name, (*self._messages, message), tuple(self._turn.prompt_ids), answer, response)
@@ -172,7 +172,7 @@ class ResponsesCall:
             "output": list(items),
             "parallel_tool_calls": True,
             "previous_response_id": body.previous_response_id,
-            "store": body.store,
+            "store": body.store is not False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": body.text or {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",

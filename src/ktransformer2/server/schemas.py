@@ -34,7 +34,7 @@ Logit = Annotated[float, Field(ge=-100, le=100)]
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="allow")
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class Body(BaseModel):
@@ -42,19 +42,19 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     model: str
-    stream: bool = False
+    stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     seed: int | None = Field(None, ge=-(2**63), lt=_SEEDS)
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     logit_bias: dict[str, Logit] | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     cache_salt: str = Field("", max_length=256)
     return_progress: bool = False
 
@@ -135,7 +135,7 @@ class ResponsesBody(Body):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=128)
-    store: bool = True
+    store: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     tools: list[dict[str, Any]] | None = Field(None, max_length=128)
     tool_choice: str | dict[str, Any] | None = None

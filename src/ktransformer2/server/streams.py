@@ -23,7 +23,7 @@ class Stream:
         self._withdraw, self._closers = withdraw, list[Callable[[], None]]()
         self._news: deque[StreamChunk] = deque()
         self._arrived = asyncio.Event()
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._closed = False
 
     @property
@@ -41,7 +41,7 @@ class Stream:
         self._news.append(chunk)
         self._arrived.set()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Nothing will come any more; what has come is still read."""
         self._error = error
         self._arrived.set()

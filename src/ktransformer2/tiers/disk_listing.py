@@ -42,6 +42,8 @@ def look(directory: Path, now_s: float) -> list[HeldBlock]:
                 continue
             try:
                 return indexed(index, now_s)
+            except sqlite3.Error:
+                continue  # somebody rebuilds it
             finally:
                 index.close()
         return _read(directory, sorted(found.segments), now_s)
@@ -51,6 +53,7 @@ def look(directory: Path, now_s: float) -> list[HeldBlock]:
 
 def indexed(index: DiskIndex, now_s: float) -> list[HeldBlock]:
     """What an index says, the newest use first. Raises: sqlite3.Error."""
+    rows = list(index.rows())  # before the lineages: an engine may add both meanwhile, the lineage first
     lineages = {number: lineage for lineage, number in index.lineages().items()}
     return [
         HeldBlock(
@@ -58,7 +61,7 @@ def indexed(index: DiskIndex, now_s: float) -> list[HeldBlock]:
             max(0.0, now_s - row.used_s),
             *lineages[row.lineage],
         )
-        for row in index.rows()
+        for row in rows
     ]
 
 

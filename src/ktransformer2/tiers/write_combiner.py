@@ -115,8 +115,8 @@ class WriteCombiner:
             return key in self._keys
 
     def may_hold(self, key: bytes) -> bool:
-        """Whether some lasting tier that is written to may have the block; False: surely none. No I/O."""
-        return any(tier.may_hold(key) for tier in self._tiers if tier in self._lasting)
+        """Whether some lasting tier may have the block; False: surely none. No I/O."""
+        return any(tier.may_hold(key) for tier in self._lasting)
 
     def take_freed(self) -> int:
         """Bytes of payloads that were let go since the last call."""
@@ -157,6 +157,8 @@ class WriteCombiner:
         """Write from now on only to tiers that last; bytes that the roomiest of them keeps. 0: there is none."""
         self._kept_bytes = {tier: _most_kept(tier) for tier in self._tiers if tier.lasts}
         self._tiers = tuple(self._kept_bytes)
+        if not self._tiers:
+            self._drop_queue()
         return max(self._kept_bytes.values(), default=0)
 
     def narrow(self, num_bytes: int, limit_s: float) -> bool:
@@ -179,10 +181,7 @@ class WriteCombiner:
         with self._state:
             self._closed = True
             self._stats = replace(self._stats, left_blocks=self._stats.left_blocks + len(self._queue))
-            for block in self._queue:
-                self._let_go(block)
-            self._queue.clear()
-            self._queued_bytes = 0
+            self._drop_queue()
             self._state.notify_all()
             thread = self._thread
         if thread is not None:
@@ -267,6 +266,13 @@ class WriteCombiner:
         except Exception as error:
             self._tallies[tier.name].failed("put", repr(error))
             return 0
+
+    def _drop_queue(self) -> None:
+        with self._state:
+            for block in self._queue:
+                self._let_go(block)
+            self._queue.clear()
+            self._queued_bytes = 0
 
     def _let_go(self, block: StoredBlock) -> None:
         self._keys.discard(block.key)
