@@ -10,7 +10,7 @@ struct Rows {
     uint8_t* data;
     int64_t token_stride, head_stride;
 
-    uint8_t* at(int64_t token, int64_t head, Form form) const {
+    KT_INLINE uint8_t* at(int64_t token, int64_t head, Form form) const {
         return data + (token * token_stride + head * head_stride) * element_bytes(form);
     }
 };
@@ -38,8 +38,12 @@ struct Batch {
     int64_t num_seals;
     Heads heads;
 
-    Page page(int64_t block, int column) const { return unpack_page(page_table[block * num_columns + column]); }
-    Page open_page(int64_t block, int column) const { return unpack_page(open_table[block * num_columns + column]); }
+    KT_INLINE Page page(int64_t block, int column) const {
+        return unpack_page(page_table[block * num_columns + column]);
+    }
+    KT_INLINE Page open_page(int64_t block, int column) const {
+        return unpack_page(open_table[block * num_columns + column]);
+    }
 };
 
 // New rows of one layer, in the model's form.

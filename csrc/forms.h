@@ -1,11 +1,16 @@
 // Forms, page sections and constants: the C++ half of `ktransformer2/layout.py`. Knows no instruction set.
 //
 // Everything in the headers that the per-instruction-set files include is `static` or in an unnamed namespace: a plain
-// inline function compiled with AVX flags could be the copy that the linker keeps for machines without AVX.
+// inline function compiled with AVX flags could be the copy that the linker keeps for machines without AVX. What is
+// defined in a class is such a function, so it is KT_INLINE.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+
+// For the arithmetic inside the innermost loops, where a call costs more than the work; and for prefetches, which GCC
+// drops when they stand in a function of their own ("it has no effect").
+#define KT_INLINE inline __attribute__((always_inline))
 
 namespace kt {
 
@@ -51,7 +56,7 @@ struct Page {
     uint8_t* address;
     Form k_form, v_form;
 
-    bool both_full() const { return is_full(k_form) && is_full(v_form); }
+    KT_INLINE bool both_full() const { return is_full(k_form) && is_full(v_form); }
 };
 
 static inline Page unpack_page(int64_t entry) {

@@ -5,10 +5,6 @@
 
 #include "forms.h"
 
-// For the arithmetic inside the innermost loops, where a call costs more than the work; and for prefetches, which GCC
-// drops when they stand in a function of their own ("it has no effect").
-#define KT_INLINE inline __attribute__((always_inline))
-
 namespace kt {
 namespace {
 

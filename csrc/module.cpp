@@ -128,7 +128,6 @@ NB_MODULE(_native, m) {
     using nb::arg;
     m.doc() =
         "The C++ kernels, called by kernels/cpu.py. Rows are (address, token stride, head stride), strides in elements.";
-    m.attr("version") = 2;  // of the arithmetic: raised when results change
 
     nb::class_<Batch>(m, "Batch", "The addresses of one kernels.batch.KVBatch; its tensors must outlive it.")
         .def("__init__", [](Batch* self, const std::vector<intptr_t>& addresses, const std::vector<int64_t>& counts,

@@ -24,11 +24,11 @@ struct PackedMatrix {
     int64_t num_outputs, num_inputs;
     bool int4;
 
-    int64_t num_tiles() const { return (num_outputs + kTileOutputs - 1) / kTileOutputs; }
-    int64_t num_groups() const { return (num_inputs + kGroupInputs - 1) / kGroupInputs; }
-    int64_t group_bytes() const { return int64_t{kGroupInputs / kChunkInputs} * kChunkBytes / (int4 ? 2 : 1); }
-    int64_t scale_bytes() const { return round_up(num_groups() * kTileOutputs * 2 * (int4 ? 2 : 1), 64); }
-    int64_t tile_bytes() const { return scale_bytes() + num_groups() * group_bytes(); }
+    KT_INLINE int64_t num_tiles() const { return (num_outputs + kTileOutputs - 1) / kTileOutputs; }
+    KT_INLINE int64_t num_groups() const { return (num_inputs + kGroupInputs - 1) / kGroupInputs; }
+    KT_INLINE int64_t group_bytes() const { return int64_t{kGroupInputs / kChunkInputs} * kChunkBytes / (int4 ? 2 : 1); }
+    KT_INLINE int64_t scale_bytes() const { return round_up(num_groups() * kTileOutputs * 2 * (int4 ? 2 : 1), 64); }
+    KT_INLINE int64_t tile_bytes() const { return scale_bytes() + num_groups() * group_bytes(); }
 };
 
 // Rows of a matrix whose last dimension is contiguous; the stride in elements.
@@ -37,7 +37,7 @@ struct MatrixRows {
     int64_t stride;
     Form form;
 
-    uint8_t* at(int64_t row) const { return data + row * stride * element_bytes(form); }
+    KT_INLINE uint8_t* at(int64_t row) const { return data + row * stride * element_bytes(form); }
 };
 
 struct Product {
@@ -54,7 +54,7 @@ struct CodedRows {
     int32_t* sums;   // [rows][groups], of the codes
     int64_t num_groups;
 
-    CodedRows from(int64_t row) const {
+    KT_INLINE CodedRows from(int64_t row) const {
         return {codes + row * num_groups * kGroupInputs, scales + row * num_groups, sums + row * num_groups,
                 num_groups};
     }

@@ -5,8 +5,6 @@ The C++ kernels, called by kernels/cpu.py. Rows are (address, token stride, head
 from collections.abc import Sequence
 
 
-version: int = 2
-
 class Batch:
     """
     The addresses of one kernels.batch.KVBatch; its tensors must outlive it.

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
+import sys
 from pathlib import Path
 
 import pytest
 
 from ktransformer2.errors import ConfigError, OutOfMemoryError
 from ktransformer2.memory import mapping as mapping_module
-from ktransformer2.memory.mapping import Mapping, huge_page_bytes
+from ktransformer2.memory.mapping import MappedFiles, Mapping, huge_page_bytes
 from tests.memory.factories import MIB, PAGE
 
 
@@ -85,3 +87,18 @@ def test_more_addresses_than_a_pointer_names_never_reach_the_system(num_bytes: i
 def test_no_huge_pages_where_the_system_does_not_name_a_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(mapping_module, "_HUGE_SIZE_FILE", str(tmp_path / "missing"))
     assert huge_page_bytes() == 0
+
+
+def test_whole_pages_of_a_file_are_forgotten_and_nothing_else(tmp_path: Path) -> None:
+    page, forgotten = mmap.PAGESIZE, b"f" if sys.platform == "linux" else b"w"
+    (tmp_path / "file").write_bytes(b"f" * 4 * page)
+    with open(tmp_path / "file", "r+b") as file:
+        of_file = mmap.mmap(file.fileno(), 4 * page, mmap.MAP_PRIVATE)
+    of_none = mmap.mmap(-1, 4 * page)
+    files = MappedFiles()
+    for piece in (of_file, of_none):
+        piece[:] = b"w" * 4 * page
+        address = ctypes.addressof(ctypes.c_char.from_buffer(piece))
+        files.forget(address + page // 2, 3 * page)  # pages 1 and 2 are whole
+    assert of_file[:] == b"w" * page + forgotten * 2 * page + b"w" * page
+    assert of_none[:] == b"w" * 4 * page

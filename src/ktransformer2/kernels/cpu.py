@@ -22,8 +22,6 @@ from ktransformer2.kernels.pages import FORMS
 if TYPE_CHECKING:
     from ktransformer2.kernels.decoder import HeadNorms, Rotation
 
-VERSION = _native.version
-
 _targets = tuple(_native.isa_names())
 _target = _targets[0]
 _prefetch = True
@@ -128,22 +126,23 @@ def packed_matrix(
     return _native.PackedMatrix(tiles.data_ptr(), 0 if bias is None else bias.data_ptr(), num_outputs, num_inputs, int4)
 
 
-def multiply_packed(target: str, matrix: _native.PackedMatrix, x: torch.Tensor, out: torch.Tensor) -> None:
+def multiply_packed(matrix: _native.PackedMatrix, x: torch.Tensor, out: torch.Tensor) -> None:
     """See `linear.multiply`. Side effect: writes `out`."""
-    _native.multiply_packed(target, matrix, _matrix(x), _matrix(out), x.shape[0], torch.get_num_threads())
+    _native.multiply_packed(_target, matrix, _matrix(x), _matrix(out), x.shape[0], torch.get_num_threads())
 
 
-def multiply_dense(
-    target: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-) -> None:
+def multiply_dense(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     """See `linear.multiply_dense`; x is fp32. Side effect: writes `out`."""
     assert x.dtype == torch.float32, f"x is {x.dtype}"
     assert x.shape[1] == weight.shape[1], f"x has {x.shape[1]} inputs, the weights {weight.shape[1]}"
     assert weight.is_contiguous(), f"the weights are not contiguous, their strides are {weight.stride()}"
-    assert bias is None or bias.dtype == torch.float32, "the bias is not fp32"
+    if bias is not None:
+        assert bias.dtype == torch.float32, f"bias is {bias.dtype}"
+        assert bias.shape == (weight.shape[0],), f"bias has shape {tuple(bias.shape)}, weights {tuple(weight.shape)}"
+        assert bias.is_contiguous(), f"bias is not contiguous, its stride is {bias.stride()}"
     numbers, sizes = 0 if bias is None else bias.data_ptr(), (*x.shape, out.shape[1])
     threads = torch.get_num_threads()
-    _native.multiply_dense(target, _matrix(weight), numbers, _matrix(x), _matrix(out), sizes, threads)
+    _native.multiply_dense(_target, _matrix(weight), numbers, _matrix(x), _matrix(out), sizes, threads)
 
 
 def read_bandwidth(num_bytes: int, num_threads: int, rounds: int = 5) -> float:

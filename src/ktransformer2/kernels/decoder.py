@@ -42,6 +42,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     assert x.is_contiguous(), f"x is not contiguous, its strides are {x.stride()}"
     assert x.shape[1:] == weight.shape, f"x has shape {tuple(x.shape)}, the weight {tuple(weight.shape)}"
     assert x.dtype == weight.dtype, f"x is {x.dtype}, the weight {weight.dtype}"
+    assert weight.is_contiguous(), f"the weight is not contiguous, its stride is {weight.stride()}"
     if residual is not None:
         assert residual.is_contiguous(), f"residual is not contiguous, its strides are {residual.stride()}"
         assert residual.shape == x.shape, f"residual has shape {tuple(residual.shape)}, x has {tuple(x.shape)}"
@@ -63,7 +64,14 @@ def rotate_and_store(
     """
     q, k, v = qkv
     check_rows(k, v, batch, column)
+    tokens, _, size = k.shape
+    assert (q.shape[0], q.shape[2]) == (tokens, size), f"q has shape {tuple(q.shape)}, k has {tuple(k.shape)}"
+    assert q.dtype == k.dtype, f"q is {q.dtype}, k is {k.dtype}"
     assert q.stride(-1) == 1, f"q's channels are {q.stride(-1)} elements apart, not 1"
+    for weight in () if norms is None else (norms.q_weight, norms.k_weight):
+        assert weight.shape == (size,), f"a norm's weight has shape {tuple(weight.shape)}, heads have {size} channels"
+        assert weight.dtype == k.dtype, f"a norm's weight is {weight.dtype}, k is {k.dtype}"
+        assert weight.is_contiguous(), f"a norm's weight is not contiguous, its stride is {weight.stride()}"
     for angles in (rotation.cosines, rotation.sines):
         assert angles.shape == (q.shape[0], q.shape[2] // 2), f"angles {tuple(angles.shape)} for q {tuple(q.shape)}"
         assert angles.dtype == torch.float32, f"angles are {angles.dtype}"

@@ -17,7 +17,8 @@ from typing import Any, Literal
 import torch
 from torch.nn.functional import linear, pad
 
-from ktransformer2.kernels.attention import backend_name
+from ktransformer2.kernels import reference
+from ktransformer2.kernels.attention import backend
 from ktransformer2.kernels.pages import FORMS
 from ktransformer2.layout import round_up
 
@@ -140,15 +141,13 @@ def multiply(x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
     assert x.ndim == 2, f"x has shape {tuple(x.shape)}"
     assert x.shape[1] == matrix.num_inputs, f"x has {x.shape[1]} inputs, the weights {matrix.num_inputs}"
     assert x.dtype in FORMS, f"x is {x.dtype}; rows come in {', '.join(map(str, FORMS))}"
-    backend = backend_name()
-    if backend == "reference":
+    native = backend()
+    if native is reference:
         return multiply_reference(x, matrix)
-    from ktransformer2.kernels import cpu  # only where the extension was built
-
     if x.stride(1) != 1 and x.shape[1] > 1:
         x = x.contiguous()
     out = x.new_empty((x.shape[0], matrix.num_outputs))
-    cpu.multiply_packed(backend, matrix.native, x, out)
+    native.multiply_packed(matrix.native, x, out)
     return out
 
 
@@ -168,11 +167,9 @@ def multiply_dense(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     Up to FEW_ROWS rows each one is multiplied by itself, in fp32, and its result does not depend on the others; more go
     through torch's matmul, in their own dtype if the weight has it, else in fp32, a piece of the weight at a time.
     """
-    if x.shape[0] <= FEW_ROWS and (backend := backend_name()) != "reference":
-        from ktransformer2.kernels import cpu  # only where the extension was built
-
+    if x.shape[0] <= FEW_ROWS and (native := backend()) is not reference:
         rows, few = x.float().contiguous(), x.new_empty((x.shape[0], weight.shape[0]))
-        cpu.multiply_dense(backend, rows, weight, bias, few)
+        native.multiply_dense(rows, weight, bias, few)
         return few
     if x.dtype == weight.dtype:
         return linear(x, weight, None if bias is None else bias.to(x.dtype))

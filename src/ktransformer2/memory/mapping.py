@@ -1,5 +1,6 @@
 """The system calls under the arena: reserve a range of addresses, give memory back, advise on huge pages, count what is
-resident. Knows no limit, no run and no extent; the one file here that knows the operating system.
+resident; and giving back what a mapped file holds. Knows no limit, no run and no extent; the one file here that knows
+the operating system.
 
 Invariants: the range is readable and writable from start to stop and costs nothing until it is touched; a page stands
 on each side of it that nothing may touch, so an overrun of the range is a crash and no neighbour's mapping merges with
@@ -56,6 +57,32 @@ def huge_page_bytes() -> int:
             return int(file.read())
     except OSError:
         return 0
+
+
+class MappedFiles:
+    """Where files are mapped into this process when this is made; nowhere, where the system does not tell."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int]] = []
+        if not _LINUX:
+            return
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                addresses, _, _, _, inode = line.split(maxsplit=5)[:5]
+                if inode != "0":
+                    start, stop = (int(part, 16) for part in addresses.split("-"))
+                    self._ranges.append((start, stop))
+
+    def forget(self, address: int, num_bytes: int) -> None:
+        """Whole pages of the range that are a file's are no longer held by this process; a touch reads them again.
+
+        What was written to them, and not to the file, is lost: for what nobody will read any more.
+        """
+        first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < last and any(start <= first and last <= stop for start, stop in self._ranges):
+            result = _libc().madvise(first, last - first, _MADV_DONTNEED)
+            assert result == 0, f"madvise({first:#x}, {last - first}): {os.strerror(ctypes.get_errno())}"
 
 
 class Mapping:

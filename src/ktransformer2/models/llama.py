@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
 from ktransformer2.errors import UnsupportedModelError
@@ -27,14 +26,22 @@ from ktransformer2.kernels.attention import paged_attention, seal
 from ktransformer2.kernels.batch import AttentionParams
 from ktransformer2.kernels.decoder import HeadNorms, Rotation, rms_norm, rotate_and_store, silu_multiply
 from ktransformer2.layout import ModelGeometry
+from ktransformer2.memory.mapping import MappedFiles
 from ktransformer2.models.batch import FlatBatch
 from ktransformer2.models.hf import NO_HOOK, HFModel
 from ktransformer2.models.llama_fit import unfit
 from ktransformer2.models.model_state import model_state
-from ktransformer2.models.projection import DenseProjection, MakeProjection, Projection
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+
+class _Projection(NamedTuple):
+    """A weight [out, in] of one module, or of several one under the other, and their biases [out]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in] -> [T, out]."""
+        return linear(x, *self)
 
 
 @dataclass(frozen=True)
@@ -45,34 +52,23 @@ class _Layer:
     attention: AttentionParams
     attention_norm: torch.Tensor
     head_norms: HeadNorms | None
-    qkv: Projection
-    attention_out: Projection
+    qkv: _Projection
+    attention_out: _Projection
     mlp_norm: torch.Tensor
-    gate_up: Projection
-    mlp_out: Projection
-
-    @property
-    def projections(self) -> tuple[Projection, ...]:
-        return self.qkv, self.attention_out, self.gate_up, self.mlp_out
+    gate_up: _Projection
+    mlp_out: _Projection
 
 
 class LlamaModel(HFModel):
     """A CausalModel of the Llama family, computed by its own forward pass.
 
-    `make_projection` decides how weights are held; where it does not keep them dense, the tensors it replaces are let
-    go and the transformers model inside can answer no more.
     Side effects: as `HFModel`; the model's tensors are laid out anew.
     Raises: UnsupportedModelError for what `HFModel` refuses, and for a model that is not exactly of this family.
     """
 
     runner = "lean"
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        weights_hash: bytes | None = None,
-        make_projection: MakeProjection = DenseProjection,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, weights_hash: bytes | None = None) -> None:
         if reason := unfit(model):
             raise UnsupportedModelError(f"the lean runner does not compute {type(model).__name__}: {reason}")
         super().__init__(model, weights_hash)
@@ -81,19 +77,13 @@ class LlamaModel(HFModel):
         self._embeddings: torch.Tensor = inner.embed_tokens.weight.detach()
         self._frequencies: torch.Tensor = inner.rotary_emb.inv_freq.float()
         self._rotary_scale: float = inner.rotary_emb.attention_scaling
-        self._layers = [_layer(layer, self.geometry, make_projection) for layer in inner.layers]
+        files = MappedFiles()
+        self._layers = [_layer(layer, self.geometry, files) for layer in inner.layers]
         self._norm: torch.Tensor = inner.norm.weight.detach()
         head = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # unannotated there
-        self._head = _projection([head], make_projection, keep=head.weight is inner.embed_tokens.weight)
-        made = [projection for layer in self._layers for projection in layer.projections] + [self._head]
-        packed = [projection for projection in made if not isinstance(projection, DenseProjection)]
-        self._emptied = bool(packed)
-        here = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
-        self.weight_bytes = sum(t.nbytes for t in here) + sum(projection.weight_bytes for projection in packed)
-        # Fused products need not give the bits of single ones, and packed ones do not.
-        forms = sorted({type(projection).__qualname__ for projection in made})
-        way = f"{self.runner} {' '.join(forms)} {self.weight_bytes}".encode()
-        self.fingerprint = hashlib.sha256(self.fingerprint + way).digest()
+        self._head = _projection([head], files)
+        # Fused products need not give the bits of single ones.
+        self.fingerprint = hashlib.sha256(self.fingerprint + self.runner.encode()).digest()
         self._state = model_state(model, NO_HOOK)
 
     def up_to_date(self) -> HFModel:
@@ -120,16 +110,6 @@ class LlamaModel(HFModel):
                 x = rms_norm(x, self._norm if after is None else after.attention_norm, self._eps, residual)
             return self._head(x).float()  # [N, vocab]
 
-    @contextmanager
-    def original_attention(self) -> Iterator[PreTrainedModel]:
-        """As `HFModel` has it. Raises: UnsupportedModelError where the weights were packed away."""
-        if self._emptied:
-            raise UnsupportedModelError(
-                "the weights of this model were packed; load it again with runner='transformers'"
-            )
-        with super().original_attention() as model:
-            yield model
-
     def _rotation(self, positions: torch.Tensor) -> Rotation:
         angles = positions.float().unsqueeze(1) * self._frequencies  # [T, D/2]
         cosines, sines = angles.cos(), angles.sin()
@@ -153,7 +133,7 @@ def _attention(layer: _Layer, x: torch.Tensor, batch: FlatBatch, rotation: Rotat
     return paged_attention(q, k, v, kv, column, layer.attention).flatten(1)
 
 
-def _layer(module: Any, geometry: ModelGeometry, make: MakeProjection) -> _Layer:
+def _layer(module: Any, geometry: ModelGeometry, files: MappedFiles) -> _Layer:
     """Side effect: the module's weights become rows of the fused ones."""
     attention, mlp = module.self_attn, module.mlp
     group, column = geometry.layer_place[attention.layer_idx]
@@ -168,32 +148,29 @@ def _layer(module: Any, geometry: ModelGeometry, make: MakeProjection) -> _Layer
         ),
         attention_norm=module.input_layernorm.weight.detach(),
         head_norms=norms,
-        qkv=_projection([attention.q_proj, attention.k_proj, attention.v_proj], make),
-        attention_out=_projection([attention.o_proj], make),
+        qkv=_projection([attention.q_proj, attention.k_proj, attention.v_proj], files),
+        attention_out=_projection([attention.o_proj], files),
         mlp_norm=module.post_attention_layernorm.weight.detach(),
-        gate_up=_projection([mlp.gate_proj, mlp.up_proj], make),
-        mlp_out=_projection([mlp.down_proj], make),
+        gate_up=_projection([mlp.gate_proj, mlp.up_proj], files),
+        mlp_out=_projection([mlp.down_proj], files),
     )
 
 
-def _projection(modules: Sequence[nn.Linear], make: MakeProjection, *, keep: bool = False) -> Projection:
-    """One projection for all of `modules`. Side effect: their tensors become views of its own, or nothing at all where
-    it holds them otherwise, unless others need them (`keep`)."""
+def _projection(modules: Sequence[nn.Linear], files: MappedFiles) -> _Projection:
+    """One projection for all of `modules`. Side effect: the tensors of several become rows of its own, and the pages of
+    `files` that held them are let go."""
     weight: torch.Tensor = modules[0].weight.detach()
-    bias: torch.Tensor | None = modules[0].bias
-    if len(modules) > 1:
-        weight = torch.cat([module.weight.detach() for module in modules])  # [sum of outputs, in]
+    bias = None if modules[0].bias is None else modules[0].bias.detach()
+    if len(modules) == 1:
+        return _Projection(weight, bias)
+    weight = torch.cat([module.weight.detach() for module in modules])  # [sum of outputs, in]
     if bias is not None:
         bias = torch.cat([module.bias.detach() for module in modules])
-    made = make(weight, bias)
-    dense, start = isinstance(made, DenseProjection), 0
-    for module in () if keep else modules:
+    start = 0
+    for module in modules:
         rows = slice(start, start := start + module.out_features)
-        module.weight = _parameter(weight[rows], dense)
+        files.forget(module.weight.data_ptr(), module.weight.nbytes)
+        module.weight = nn.Parameter(weight[rows], requires_grad=False)
         if bias is not None:
-            module.bias = _parameter(bias[rows], dense)
-    return made
-
-
-def _parameter(rows: torch.Tensor, dense: bool) -> nn.Parameter:
-    return nn.Parameter(rows if dense else rows.to("meta"), requires_grad=False)
+            module.bias = nn.Parameter(bias[rows], requires_grad=False)
+    return _Projection(weight, bias)

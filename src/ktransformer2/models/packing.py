@@ -43,10 +43,6 @@ class PackedLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return multiply(x, self.matrix)
 
-    def weight_rows(self, index: torch.Tensor) -> torch.Tensor:
-        """Weights fp32 [n, in_features] of the outputs `index` [n]: as embeddings, where the two are tied."""
-        return self.matrix.coded_rows(index).values()
-
 
 class DenseLinear:
     """A linear layer over weights in fp32, bf16 or fp16, as they are; bias in fp32."""
@@ -58,10 +54,6 @@ class DenseLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return multiply_dense(x, self.weight, self.bias)
-
-    def weight_rows(self, index: torch.Tensor) -> torch.Tensor:
-        """Weights fp32 [n, in_features] of the outputs `index` [n]."""
-        return self.weight[index].float()
 
 
 class WeightMemory:
@@ -114,15 +106,16 @@ class Packer:
 
 def as_form(weight: Weight, form: str) -> Weight:
     """The weight in a form of WEIGHT_FORMS; what it has already is handed back as it is."""
-    own = weight.form if isinstance(weight, CodedWeights) else "dense"
-    if form in ("auto", own):
+    if form in ("auto", _own_form(weight)):
         return weight
     dense = weight.values() if isinstance(weight, CodedWeights) else weight
-    if form == "int8":
-        return quantized(dense, "int8")
-    if form == "int4":
-        return quantized(dense, "int4")
-    return dense.to(torch.bfloat16)
+    if form == "bf16":
+        return dense.to(torch.bfloat16)
+    return quantized(dense, "int8" if form == "int8" else "int4")
+
+
+def _own_form(weight: Weight) -> str:
+    return weight.form if isinstance(weight, CodedWeights) else "dense"
 
 
 def stacked(weights: Sequence[Weight]) -> Weight:
@@ -180,14 +173,18 @@ class PackedTensors:
     def layer(self, *names: str) -> PackedLinear | DenseLinear:
         """One layer of the rows of `NAME.weight` of all names, one under the other, with `NAME.bias` if they have it.
 
-        Raises ModelFileError where one is missing, or only some have a bias.
+        Raises ModelFileError where one is missing, only some have a bias, or a bias is not as long as its layer.
         """
         weights = [self._in_form(name) for name in names]
         biased = [name for name in names if f"{name}.bias" in self._stored]
         if biased and len(biased) < len(names):
             raise ModelFileError(f"of {', '.join(names)} only {', '.join(biased)} have a bias")
+        rows = stacked(weights)
         bias = torch.cat([self.tensor(f"{name}.bias") for name in names]) if biased else None
-        return self._packer.layer(stacked(weights), bias)
+        outputs = rows.num_outputs if isinstance(rows, CodedWeights) else rows.shape[0]
+        if bias is not None and bias.shape != (outputs,):
+            raise ModelFileError(f"the bias of {', '.join(names)} has shape {tuple(bias.shape)}, not ({outputs},)")
+        return self._packer.layer(rows, bias)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor as numbers: norms, biases, embeddings. Raises ModelFileError where it is missing."""
@@ -199,8 +196,7 @@ class PackedTensors:
 
     def _in_form(self, name: str) -> Weight:
         found, form = self._stored.weight(f"{name}.weight"), self._packer.form
-        coded = found.form if isinstance(found, CodedWeights) else "dense"
-        if form == "int4" and name in _OUTPUT_LAYERS and coded != "int4":
+        if form == "int4" and name in _OUTPUT_LAYERS and _own_form(found) != "int4":
             form = "int8"
         return as_form(found, form)
 
