@@ -7,6 +7,7 @@ import pytest
 from ktransformer2.config import TierConfig
 from ktransformer2.engine.outputs import RequestOutput
 from ktransformer2.engine.sampling import SamplingParams
+from ktransformer2.tiers.rates import LoadOrRecompute
 from tests.engine.tiny_model import POISON, Bench, prompt
 from tests.tiers.memory_tier import MemoryTier
 
@@ -79,6 +80,24 @@ def test_others_pass_who_waits_for_a_tier(tier: MemoryTier, cold: RequestOutput)
     output = run(bench, first)[first]
     assert output.token_ids == cold.token_ids
     assert output.usage.restored_tokens == {"disk": 192}
+    bench.close()
+
+
+def test_what_left_before_its_turn_is_fetched_again(tier: MemoryTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for two texts, a queue that asks for four of them in turn: none is computed again."""
+    monkeypatch.setattr(LoadOrRecompute, "computed", lambda *_: None)  # by this clock it takes no time
+    texts = [prompt(200, seed) for seed in range(4)]
+    bench = bench_over(tier)
+    for text in texts:
+        answered(bench, text)
+    bench.close()
+    bench = bench_over(tier, num_blocks=36, max_num_sequences=1)
+    requests = [bench.engine.add(text, PARAMS) for text in texts * 3]
+    outputs = run(bench, *requests)
+    assert [outputs[each].usage.cached_tokens for each in requests] == [192] * 12
+    assert sum(outputs[each].usage.num_restored for each in requests) > 6 * 192
+    stats = bench.cache.stats()
+    assert stats.prefetch_used_blocks == stats.prefetched_blocks
     bench.close()
 
 

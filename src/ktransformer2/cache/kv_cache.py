@@ -137,6 +137,11 @@ class KVCache:
         wanted, num_tokens = self._prefixes.below(token_ids, salt, [] if chain is None else chain, self._lower, share)
         return self._lower.begin(wanted, num_tokens) if wanted else None
 
+    @property
+    def num_evicted(self) -> int:
+        """Blocks evicted so far. While it is the same, what was found or fetched is still there."""
+        return sum(self._residency.counters.evictions.values())
+
     def is_loading(self, fetch: Fetch) -> bool:
         """Whether a prompt whose turn has come should wait for its blocks a little longer; that has an end."""
         return self._lower is not None and self._lower.is_loading(fetch)

@@ -68,6 +68,11 @@ class Fetch:
         """Nothing of its own is to come any more."""
         return not (self.waiting or self.sent)
 
+    @property
+    def has_come(self) -> bool:
+        """Nor of what others bring for it."""
+        return self.is_complete and all(other.is_complete for other in self.others)
+
 
 @dataclass
 class PromotionCounters:
@@ -133,7 +138,7 @@ class Promotion:
 
     def is_loading(self, fetch: Fetch) -> bool:
         """Whether its prompt, whose turn has come, should wait for it a little longer. Not for ever."""
-        if fetch.is_over or (fetch.is_complete and all(other.is_complete for other in fetch.others)):
+        if fetch.is_over or fetch.has_come:
             return False
         now = self._clock()
         if fetch.held_s is None:

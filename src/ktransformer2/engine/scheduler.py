@@ -18,7 +18,8 @@ from ktransformer2.cache.kv_cache import KVCache
 from ktransformer2.config import EngineConfig
 from ktransformer2.engine.sequence import Sequence
 
-# So many of those who wait have their blocks brought up: more would only drive out each other's.
+# So many of those who wait have their blocks brought up, as far as memory holds them all beside what runs: more would
+# only drive out each other's.
 _FETCH_AHEAD = 8
 # Steps, each some 10 ms of waiting, after which what a hanging tier holds counts as memory that nobody gives back.
 _MOST_STARVING = 3000
@@ -73,6 +74,7 @@ class Scheduler:
         self._max_step_tokens = config.max_step_tokens
         # Every running sequence decodes in every step.
         self._max_running = min(config.max_num_sequences, config.max_step_tokens)
+        self._capacity_tokens = cache.capacity_tokens()
         self._num_starving = 0
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -120,17 +122,24 @@ class Scheduler:
         step.num_preempted += 1
 
     def _fetch_ahead(self) -> None:
-        """Ask the tiers for what the next in the queue lack; each is asked for once."""
+        """Ask the tiers for what the next in the queue lack."""
+        room = self._capacity_tokens - sum(len(sequence.token_ids) for sequence in self.running)
         for sequence in self.waiting[:_FETCH_AHEAD]:
-            if not sequence.has_asked:
-                sequence.has_asked = True
-                sequence.fetch = self._cache.fetch(sequence.token_ids, sequence.request.salt, sequence.block_hashes)
+            room -= len(sequence.token_ids)
+            if room < 0:
+                return
+            if sequence.asked_after is None:
+                self._ask(sequence)
+
+    def _ask(self, sequence: Sequence) -> None:
+        sequence.asked_after = self._cache.num_evicted
+        sequence.fetch = self._cache.fetch(sequence.token_ids, sequence.request.salt, sequence.block_hashes)
 
     def _admit(self, step: Step) -> None:
         for sequence in list(self.waiting):
             if step.budget == 0 or len(self.running) == self._max_running:
                 return
-            if sequence.fetch is not None and self._cache.is_loading(sequence.fetch):
+            if self._is_loading(sequence, passes=step.waits_for_tiers):
                 step.waits_for_tiers = True
             elif self._start(sequence, step):
                 self.waiting.remove(sequence)
@@ -138,6 +147,21 @@ class Scheduler:
                 return  # it waits for room at the head of the queue
             elif not self._starve(sequence, step):
                 return
+
+    def _is_loading(self, sequence: Sequence, *, passes: bool) -> bool:
+        """Whether blocks of a sequence whose turn has come are on their way. What came may have left again, or was not
+        asked for: then the tiers are asked for what it lacks now. One that `passes` another does not take the room
+        that this needs: it goes only if it was asked for and nothing has left since.
+        """
+        if sequence.fetch is not None and not sequence.fetch.has_come:
+            return self._cache.is_loading(sequence.fetch)
+        if sequence.asked_after == self._cache.num_evicted:
+            return False
+        if passes:
+            return True
+        self._end_fetch(sequence)
+        self._ask(sequence)
+        return sequence.fetch is not None and self._cache.is_loading(sequence.fetch)
 
     def _starve(self, sequence: Sequence, step: Step) -> bool:
         """No room although nothing else runs. False: copies on their way to and from tiers will give theirs back."""
@@ -194,7 +218,7 @@ class Scheduler:
         """What it asked the tiers for has come, or is not wanted any more; it may ask again when it waits again."""
         if sequence.fetch is not None:
             self._cache.end_fetch(sequence.fetch)
-        sequence.fetch, sequence.has_asked = None, False
+        sequence.fetch = sequence.asked_after = None
 
     def abandon(self) -> None:
         """The step was not computed: forget the room that was allocated for it. Sequences stay where they are."""

@@ -34,7 +34,7 @@ class Sequence:
         self.token_ids = list(request.prompt_ids)
         self.block_hashes: list[bytes] = []  # filled by KVCache.match, so that no block is hashed twice while it waits
         self.fetch: Fetch | None = None  # its blocks on their way up from a tier, while it waits
-        self.has_asked = False  # the tiers, since it last began to wait
+        self.asked_after: int | None = None  # how many blocks had been evicted when the tiers were asked; None: not yet
         self.table: BlockTable | None = None
         self.sampling = SamplingState(params, request.prompt_ids, index)
         self.finish_reason: FinishReason | None = None
