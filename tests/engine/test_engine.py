@@ -226,7 +226,7 @@ def test_logprobs_come_with_every_token(bench: Bench) -> None:
 
 
 def test_penalties_act_over_a_whole_answer(bench: Bench) -> None:
-    never_twice = SamplingParams(max_new_tokens=40, ignore_eos=True, repetition_penalty=100.0)
+    never_twice = SamplingParams(max_new_tokens=40, ignore_eos=True, repetition_penalty=1e9)
     bench.engine.add(prompt(10), never_twice, request_id="a")
     tokens = finish(bench)["a"].token_ids
     assert len({*tokens, *prompt(10)}) == 40 + len(set(prompt(10)))

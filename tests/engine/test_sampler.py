@@ -253,3 +253,8 @@ def test_a_model_may_forbid_most_of_its_vocabulary(masked: float, params: dict[s
         if token.logprob is not None:
             assert [token_id for token_id, _ in token.logprob.top] == [500, 999, 7]
             assert all(math.isfinite(logprob) for _, logprob in token.logprob.top)
+
+
+def test_a_penalty_that_makes_an_infinity_leaves_one_token() -> None:
+    params = SamplingParams(temperature=1.0, min_p=0.1, repetition_penalty=1e-38, seed=1)
+    assert sample(torch.tensor([[3.0, 2.0, 1.0]]), [SamplingState(params, [1])]) == [SampledToken(1)]

@@ -115,11 +115,15 @@ def test_conversations_leave_in_the_order_of_their_last_use_and_are_their_caller
     kept.keep("c", said("anna", 40))
     with pytest.raises(ApiError):
         kept.find("b", "anna")
-    kept.keep("too large", said("anna", 101))
-    for name in ("a", "c", "too large"):
+    kept.keep("too large", said("anna", 101))  # drives nobody out
+    with pytest.raises(ApiError):
+        kept.find("too large", "anna")
+    for name in ("a", "c"):
+        assert kept.find(name, "anna").num_tokens == 40
+    kept.keep("d", said("anna", 100))
+    for name in ("a", "c"):
         with pytest.raises(ApiError):
             kept.find(name, "anna")
-    kept.keep("d", said("anna", 100))
     kept.forget("d", "anna")
     kept.keep("e", said("anna", 100))
     assert kept.find("e", "anna").num_tokens == 100

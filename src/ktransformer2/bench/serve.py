@@ -14,6 +14,8 @@ import random
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -26,6 +28,7 @@ from ktransformer2.bench.rounds import quantile
 from ktransformer2.errors import NoServerError
 
 TAKES_URL = True
+_READY_S = 30.0
 _CHATS, _TURNS, _PER_SECOND, _NEW_TOKENS = 32, 6, 1.0, 32
 _QUICK_CHATS, _QUICK_TURNS, _QUICK_PER_SECOND, _QUICK_NEW_TOKENS = 4, 3, 20.0, 8
 _OPENING_CHARACTERS, _QUICK_OPENING_CHARACTERS, _QUESTION_CHARACTERS = 3000, 800, 120
@@ -134,11 +137,29 @@ def _server(options: BenchOptions) -> Iterator[Endpoint]:
     command = [sys.executable, "-m", "ktransformer2.cli", "serve", model, "--port", "0", "--no-persist"]
     here = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=here) as process:
+        assert process.stderr is not None, "it was started with a pipe"
         try:
-            yield Endpoint(_url(process))
+            endpoint = Endpoint(_url(process))
+            threading.Thread(target=process.stderr.read, daemon=True).start()  # so that the pipe never fills
+            _wait_until_ready(endpoint)
+            yield endpoint
         finally:
             process.terminate()
-            process.communicate()
+            process.wait()
+
+
+def _wait_until_ready(endpoint: Endpoint) -> None:
+    """It says where it listens a moment before it answers. Raises: NoServerError."""
+    deadline = time.monotonic() + _READY_S
+    while True:
+        try:
+            endpoint.model()
+        except NoServerError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+        else:
+            return
 
 
 def _url(process: subprocess.Popen[str]) -> str:

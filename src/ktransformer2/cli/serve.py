@@ -143,12 +143,14 @@ def _logs(as_json: bool) -> Iterator[None]:
 
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if as_json else logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    logger = logging.getLogger("ktransformer2")
+    logger, of_uvicorn = logging.getLogger("ktransformer2"), logging.getLogger("uvicorn.error")
     before = logger.level
-    logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    for each in (logger, of_uvicorn):
+        each.addHandler(handler)
     try:
         yield
     finally:
-        logger.removeHandler(handler)
+        for each in (logger, of_uvicorn):
+            each.removeHandler(handler)
         logger.setLevel(before)

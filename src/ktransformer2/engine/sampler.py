@@ -165,6 +165,8 @@ def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tens
     # The largest is taken off first: a small temperature must not make infinities.
     values = (logits.double() - logits.max()) / params.temperature  # [V]
     token_ids = torch.arange(logits.shape[0])
+    if values.max() != 0:  # a penalty has made an infinity of the largest, so that this is NaN
+        return values.new_zeros(1), logits.argmax().view(1)
     if 0 < params.top_k < values.shape[0]:
         values, token_ids = values.topk(params.top_k)
     if params.min_p > 0:

@@ -89,7 +89,7 @@ class SamplingParams:
         self._real("min_p", 0.0, 1.0)
         self._real("presence_penalty", -2.0, 2.0)
         self._real("frequency_penalty", -2.0, 2.0)
-        self._real("repetition_penalty", 0.01, 100.0)
+        self._real("repetition_penalty", 0.0, math.inf, lowest_allowed=False)
 
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOPS or not all(isinstance(text, str) and text for text in self.stop):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from ktransformer2 import __version__
@@ -98,7 +99,7 @@ def completion_logprobs(logprobs: Sequence[TokenLogprob] | None, piece: Piece, o
         "tokens": pieces,
         "token_logprobs": [_finite(place.logprob) for place in logprobs],
         "top_logprobs": [{piece(token): _finite(logprob) for token, logprob in place.top} for place in logprobs],
-        "text_offset": [offset + sum(map(len, pieces[:i])) for i in range(len(pieces))],
+        "text_offset": list(accumulate(map(len, pieces[:-1]), initial=offset)) if pieces else [],
     }
 
 

@@ -28,7 +28,6 @@ from ktransformer2.server.engine_thread import EngineThread, Work
 from ktransformer2.server.gate import Gate
 from ktransformer2.server.keys import Caller, Keys
 from ktransformer2.server.limits import Limits
-from ktransformer2.server.messages import flat
 from ktransformer2.server.problems import ApiError, failure, refusal
 from ktransformer2.server.responses import ResponsesCall
 from ktransformer2.server.schemas import (
@@ -45,6 +44,8 @@ from ktransformer2.server.service import Service
 from ktransformer2.server.sse import EventStream
 from ktransformer2.server.status_line import watch
 from ktransformer2.server.streams import Stream
+from ktransformer2.server.tools import Tools
+from ktransformer2.server.turns import for_template
 
 T = TypeVar("T")
 
@@ -180,6 +181,8 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
+    most_bytes = service.limits.schema_bytes
+
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         given = [part for part in (body.content, body.prompt, body.messages) if part is not None]
@@ -187,9 +190,13 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             raise ApiError(400, "give one of content, prompt and messages", "invalid_request", param="content")
         prompts = service.prompts
         text = body.content if body.prompt is None else body.prompt
-        ids = await (prompts.chat(flat(body.messages or [])) if text is None else prompts.encode(text))
+        if text is None:
+            said, template = for_template(service, body.messages or [], Tools.of(body.tools, None, most_bytes))
+            ids = await prompts.chat(said, **template)
+        else:
+            ids = await prompts.encode(text)
         named = {"tokens": ids, "count": len(ids), "max_model_len": service.facts.context_tokens}
-        return named | ({"pieces": [prompts.piece(token) for token in ids]} if body.with_pieces else {})
+        return named | ({"pieces": await prompts.pieces(ids)} if body.with_pieces else {})
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, str]:
@@ -200,7 +207,8 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
     @app.post("/apply-template")
     async def apply_template(body: TemplateBody) -> dict[str, str]:
-        return {"prompt": await service.prompts.render(flat(body.messages))}
+        said, template = for_template(service, body.messages, Tools.of(body.tools, None, most_bytes))
+        return {"prompt": await service.prompts.render(said, **template)}
 
 
 def _add_cache(app: FastAPI, door: CacheDoor) -> None:

@@ -12,12 +12,13 @@ from typing import Any
 
 from ktransformer2.cache.advice import Pin
 from ktransformer2.monitor.prometheus import exposition
-from ktransformer2.monitor.routes import MOST_BLOCKS, MOST_TOKENS, CacheRoutes, HttpRequest, HttpResponse
+from ktransformer2.monitor.routes import MOST_BLOCKS, CacheRoutes, HttpRequest, HttpResponse
 from ktransformer2.server.keys import Caller
-from ktransformer2.server.messages import flat
 from ktransformer2.server.problems import ApiError
 from ktransformer2.server.schemas import PromptBody
 from ktransformer2.server.service import Service
+from ktransformer2.server.tools import Tools
+from ktransformer2.server.turns import for_template
 
 _MOST_PINS = 1000
 
@@ -87,10 +88,14 @@ class CacheDoor:
             raise ApiError(400, "give one of prompt, token_ids and messages", "invalid_request", param="prompt")
         prompts = self._service.prompts
         if body.messages is not None:
-            return await prompts.chat(flat(body.messages))
-        ids = await prompts.encode(body.token_ids or [] if body.prompt is None else body.prompt)
-        if not 1 <= len(ids) <= MOST_TOKENS or not all(0 <= token < 2**31 for token in ids):
-            raise ApiError(400, f"a prompt has 1 to {MOST_TOKENS:,} token ids, each 0 to 2^31 - 1", "invalid_request")
+            tools = Tools.of(body.tools, None, self._service.limits.schema_bytes)
+            said, template = for_template(self._service, body.messages, tools)
+            ids = await prompts.chat(said, **template)
+        else:
+            ids = await prompts.encode(body.token_ids or [] if body.prompt is None else body.prompt)
+        self._service.check_length(ids)
+        if not ids or not all(0 <= token < 2**31 for token in ids):
+            raise ApiError(400, "a prompt has at least one token id, each 0 to 2^31 - 1", "invalid_request")
         return ids
 
 

@@ -30,6 +30,7 @@ class CompletionCall:
         body = self._body
         if not body.prompts:
             raise ApiError(400, "prompt is an empty list; give a text or token ids", "invalid_request", param="prompt")
+        self._service.check_answers(len(body.prompts) * (body.n or 1))
         prompts = [await self._service.prompts.encode(prompt) for prompt in body.prompts]
         if any(self._service.prompts.begins_twice(ids) for ids in prompts):
             self._notes["warnings"] = ["the prompt begins with two begin-of-text tokens; leave yours out"]

@@ -1,14 +1,16 @@
 """What was said, kept for `previous_response_id`: messages, tokens, the object that was answered. Knows no model.
 
-Bounded by tokens over all; who was used longest ago leaves. Invariant: a caller finds their own only, and is told of
+Bounded over all, in tokens; who was used longest ago leaves. Invariant: a caller finds their own only, and is told of
 another's the same as of none.
 """
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ktransformer2.server.problems import ApiError
@@ -24,9 +26,10 @@ class Said:
     answer_ids: tuple[int, ...]
     response: dict[str, Any]
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.answer_ids)
+        """What it is charged: its tokens, or its response at four characters a token if that is more."""
+        return max(len(self.prompt_ids) + len(self.answer_ids), len(json.dumps(self.response)) // 4)
 
 
 class Conversations:
@@ -39,6 +42,8 @@ class Conversations:
 
     def keep(self, response_id: str, said: Said) -> None:
         """Those used longest ago make room; what is larger than all of it is not kept."""
+        if said.num_tokens > self._most_tokens:
+            return
         self._said[response_id] = said
         self._num_tokens += said.num_tokens
         while self._num_tokens > self._most_tokens:

@@ -90,14 +90,25 @@ class EngineThread:
             raise
         return stream
 
-    async def stop(self, drain_s: float) -> None:
-        """No new calls; what runs may end within `drain_s`; then everything is closed, and what is to last is kept."""
+    def begin_stop(self, drain_s: float) -> None:
+        """No new calls; what runs may end within `drain_s`, then its streams end with an error. Twice is once."""
         with self._wake:
-            self._stop_by = self._clock() + drain_s
+            if self._stop_by is None:
+                self._stop_by = self._clock() + drain_s
             if self.state == "ready":
                 self.state = "stopping"
             self._wake.notify()
-        await asyncio.to_thread(self._thread.join)
+
+    async def stop(self, drain_s: float) -> None:
+        """`begin_stop`, and `join`."""
+        self.begin_stop(drain_s)
+        await asyncio.to_thread(self.join)
+
+    def join(self) -> None:
+        """Wait until everything is closed, and what is to last is kept; but not for a model that still loads: its
+        thread ends with the process."""
+        if self._thread.is_alive() and self.state != "loading":
+            self._thread.join()
 
     def why_not(self) -> str:
         """Why nothing can be asked, in a sentence."""

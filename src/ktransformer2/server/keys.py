@@ -19,6 +19,7 @@ from typing import Self
 from ktransformer2.errors import ConfigError
 
 LEAST_KEY_CHARACTERS = 16
+_COMMENT = re.compile(r"(^|\s)#.*")  # a key may hold one
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -63,7 +64,7 @@ class Keys:
             raise ConfigError(f"{path} cannot be read ({type(error).__name__})") from error
         found: list[tuple[str, str, bool]] = []
         for number, line in enumerate(lines, 1):
-            words = line.partition("#")[0].split()
+            words = _COMMENT.sub("", line).split()
             if not words:
                 continue
             if len(words) not in (2, 3) or words[2:] not in ([], ["admin"]) or not _NAME.fullmatch(words[0]):
@@ -91,7 +92,10 @@ class Keys:
         """Whose key the header `Authorization: Bearer KEY` has; None: nobody's."""
         if not self._callers:
             return LOCAL
-        digest = hashlib.sha256(authorization.removeprefix("Bearer ").encode("utf-8", "surrogatepass")).digest()
+        scheme, _, key = authorization.partition(" ")
+        if scheme.lower() != "bearer":
+            return None
+        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogatepass")).digest()
         found = None
         for known, caller in self._callers.items():  # to the end, also when it was found
             if hmac.compare_digest(known, digest):

@@ -14,7 +14,7 @@ class Limits:
     """body_bytes      the largest request body
     completions     answers to one request, over all its prompts
     schema_bytes    the largest JSON schema, and all tools of a request together
-    request_s       seconds from a request's arrival to its last byte
+    request_s       seconds from where the engine takes a request to its last byte
     concurrent      requests of one key at once
     kv_bytes        bytes of cache that the running requests of one key may need; None: no bound but the cache's own
     ping_s          seconds without news after which a stream sends a comment, so that no proxy cuts it

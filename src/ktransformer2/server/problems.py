@@ -17,7 +17,7 @@ Body = dict[str, dict[str, Any]]
 
 
 class ApiError(Exception):
-    """An answer that is no success. `kind` is the field `type`; `retry_after_s` becomes a header."""
+    """An answer that is no success. `kind` is the field `type`."""
 
     def __init__(
         self,

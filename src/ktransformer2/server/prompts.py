@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from ktransformer2.engine.prompts import Message, Prompt, encoded, templated, templated_text
@@ -17,6 +18,7 @@ from ktransformer2.server.facts import Facts
 from ktransformer2.server.grammar import Grammar, Grammars
 
 T = TypeVar("T")
+_KEPT_PIECES = 65_536
 _MODEL = "this model"  # what errors call it: clients see no path
 
 
@@ -26,6 +28,7 @@ class Prompts:
     def __init__(self, facts: Facts) -> None:
         self._tokenizer, self._end_tokens = facts.tokenizer, facts.end_tokens
         self._grammars: Grammars | None = None  # made by the first who wants one
+        self.piece = lru_cache(_KEPT_PIECES)(self._piece)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="ktransformer-tokenizer")
 
     async def encode(self, prompt: Prompt) -> list[int]:
@@ -52,7 +55,11 @@ class Prompts:
         """Their text, special tokens included."""
         return await self._run(lambda: self._text(list(token_ids)))
 
-    def piece(self, token_id: int) -> str:
+    async def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """The `piece` of each."""
+        return await self._run(lambda: list(map(self._piece, token_ids)))
+
+    def _piece(self, token_id: int) -> str:
         """One token alone; U+FFFD where it is part of a character."""
         return self._text([token_id])
 

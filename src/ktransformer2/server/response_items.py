@@ -24,7 +24,9 @@ def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             case "function_call":
                 function = {"name": item.get("name"), "arguments": item.get("arguments")}
                 call = {"id": item.get("call_id"), "type": "function", "function": function}
-                messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": None})
+                messages[-1].setdefault("tool_calls", []).append(call)  # one message, as the turn that made them
             case "function_call_output":
                 result = item.get("output")
                 messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": result})

@@ -13,11 +13,10 @@ from ktransformer2.server.chat import message_of
 from ktransformer2.server.conversations import Conversations, Said
 from ktransformer2.server.engine_thread import Work
 from ktransformer2.server.keys import Caller
-from ktransformer2.server.problems import failure
 from ktransformer2.server.response_items import TYPES, messages_of, new_item
 from ktransformer2.server.schemas import ResponsesBody
 from ktransformer2.server.service import Service
-from ktransformer2.server.sse import PING, event
+from ktransformer2.server.sse import PING, event, logged
 from ktransformer2.server.streams import Stream
 from ktransformer2.server.tools import Tools
 from ktransformer2.server.turns import Turn, next_turn, wanted_schema
@@ -59,7 +58,7 @@ class ResponsesCall:
         parts = reader.push(output.text) + reader.finish()
         for part in parts:
             self._part_events(part, items)
-        self._closing_events(items)
+        self._closing_events(items, _status(output.finish_reason)[0])
         return self._ended(output, parts, items)
 
     async def events(self, stream: Stream) -> AsyncIterator[bytes]:
@@ -79,13 +78,13 @@ class ResponsesCall:
                     for each in self._part_events(part, items):
                         yield each
         except Exception as error:
-            problem = failure(error)
+            problem = logged(error)
             failed = {"code": "server_error", "message": problem.message}
             yield self._event("response.failed", response=self._object("failed", items) | {"error": failed})
             return
-        for each in self._closing_events(items):
-            yield each
         (output,) = stream.results
+        for each in self._closing_events(items, _status(output.finish_reason)[0]):
+            yield each
         ended = self._ended(output, parts, items)
         yield self._event(f"response.{ended['status']}", response=ended)
 
@@ -113,8 +112,8 @@ class ResponsesCall:
                 told.append(self._event("response.function_call_arguments.delta", **place, delta=part.text))
         return told
 
-    def _closing_events(self, items: list[dict[str, Any]]) -> list[bytes]:
-        """The last item is whole. Side effect: its status says so."""
+    def _closing_events(self, items: list[dict[str, Any]], status: str = "completed") -> list[bytes]:
+        """The last item gets no more. Side effect: its `status`."""
         if not items:
             return []
         item, told = items[-1], list[bytes]()
@@ -128,7 +127,7 @@ class ResponsesCall:
             case "function_call":
                 place = {"item_id": item["id"], "output_index": len(items) - 1}
                 told.append(self._event("response.function_call_arguments.done", **place, arguments=item["arguments"]))
-        item["status"] = "completed"
+        item["status"] = status
         return [*told, self._event("response.output_item.done", output_index=len(items) - 1, item=item)]
 
     def _ended(self, output: RequestOutput, parts: Sequence[Part], items: list[dict[str, Any]]) -> dict[str, Any]:
@@ -151,7 +150,8 @@ class ResponsesCall:
         }
         if self._body.store is not False:
             answer = tuple(token for token in output.token_ids if token not in self._service.facts.end_tokens)
-            message = {name: value for name, value in message_of(parts).items() if name != "refusal"}
+            told_again = ("role", "content", "tool_calls")  # what a model thought is not
+            message = {name: value for name, value in message_of(parts).items() if name in told_again}
             said = Said(self._caller.name, (*self._messages, message), tuple(self._turn.prompt_ids), answer, response)
             self._kept.keep(self._id, said)
         return response

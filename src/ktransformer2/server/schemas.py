@@ -6,6 +6,7 @@ would change the meaning, and is not served, is refused.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -29,6 +30,7 @@ _ONLY: Mapping[str, tuple[object, ...]] = {
     "conversation": (None,),
     "truncation": (None, "disabled"),
 }
+_TOKEN_ID = re.compile(r"[0-9]{1,9}")
 Logit = Annotated[float, Field(ge=-100, le=100)]
 
 
@@ -49,14 +51,13 @@ class Body(BaseModel):
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
     seed: int | None = Field(None, ge=-(2**63), lt=_SEEDS)
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     logit_bias: dict[str, Logit] | None = None
     ignore_eos: bool | None = None
     cache_salt: str = Field("", max_length=256)
-    return_progress: bool = False
 
     @property
     def ignored(self) -> list[str]:
@@ -91,7 +92,7 @@ class Body(BaseModel):
         return SamplingParams(**{name: value for name, value in named.items() if value is not None}, **more)
 
     def _biases(self) -> dict[int, float]:
-        wrong = [token for token in self.logit_bias or {} if not (token.isascii() and token.isdigit())]
+        wrong = [token for token in self.logit_bias or {} if not _TOKEN_ID.fullmatch(token)]
         if wrong:
             raise ApiError(400, f"logit_bias: {wrong[0][:40]!r} is no token id", "invalid_request", param="logit_bias")
         return {int(token): bias for token, bias in (self.logit_bias or {}).items()}
@@ -118,6 +119,7 @@ class ChatBody(Body):
     """`POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
+    return_progress: bool = False
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     n: int | None = Field(None, ge=1)
@@ -148,6 +150,7 @@ class TokenizeBody(BaseModel):
     content: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = Field(None, max_length=128)
     with_pieces: bool = False
 
 
@@ -157,6 +160,7 @@ class DetokenizeBody(BaseModel):
 
 class TemplateBody(BaseModel):
     messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = Field(None, max_length=128)
 
 
 class PromptBody(BaseModel):
@@ -165,4 +169,5 @@ class PromptBody(BaseModel):
     prompt: str | list[int] | None = None
     token_ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = Field(None, max_length=128)
     cache_salt: str = Field("", max_length=256)

@@ -64,17 +64,25 @@ class Service:
         """Tokens for the answer: what was asked for, else the default or what the context has left, if that is less."""
         return asked or max(1, min(self.facts.max_new_tokens, self.facts.context_tokens - prompt_tokens))
 
+    def check_answers(self, num_answers: int) -> None:
+        """Raises: ApiError for more answers to one request than `Limits.completions`."""
+        if num_answers > self.limits.completions:
+            message = f"{num_answers} answers to one request; allowed: {self.limits.completions}"
+            raise ApiError(400, message, "too_many_choices", param="n")
+
+    def check_length(self, prompt_ids: Sequence[int]) -> None:
+        """Before the engine's thread looks at every token. Raises: ApiError for more than the context holds."""
+        most = self.facts.context_tokens
+        if len(prompt_ids) > most:
+            message = f"the prompt has {len(prompt_ids)} tokens; the context of this model holds {most}"
+            raise ApiError(400, message, "context_length_exceeded")
+
     async def begin(self, caller: Caller, works: Sequence[Work], cache_salt: str) -> Stream:
         """Close the stream in any case. Raises: ApiError; then nothing was begun."""
-        facts, limits = self.facts, self.limits
-        num_answers = sum(work.params.n for work in works)
-        if num_answers > limits.completions:
-            raise ApiError(
-                400,
-                f"{num_answers} answers to one request; allowed: {limits.completions}",
-                "too_many_choices",
-                param="n",
-            )
+        facts = self.facts
+        self.check_answers(sum(work.params.n for work in works))
+        for work in works:
+            self.check_length(work.prompt_ids)
         need = sum(
             facts.kv_bytes(len(work.prompt_ids) + work.params.n * (work.params.max_new_tokens or 0)) for work in works
         )

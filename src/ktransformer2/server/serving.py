@@ -6,6 +6,7 @@ Safe by default: it listens on this machine only; beyond it a key is wanted, and
 from __future__ import annotations
 
 import ipaddress
+import math
 import signal
 import socket
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from ktransformer2.server.keys import Keys
 from ktransformer2.server.limits import Limits
 
 DEFAULT_PORT = 8765
+_GRACE_S = 5  # in which a client takes the end of a stream
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,16 @@ def run(opened: Opened, open_llm: Callable[[], LLM], names: list[str], limits: L
             server.should_exit = True
             raise
 
-    server = make_server(opened, EngineThread(opening), names, limits)
+    engine = EngineThread(opening)
+    server = make_server(opened, engine, names, limits)
     # uvicorn raises the signal that stopped it once more, for whoever had it before.
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         server.run([opened.listener])
     finally:
+        # A second signal skips the shutdown above: nothing may close the cache under a running step.
+        engine.begin_stop(0.0)
+        engine.join()
         for number, handler in before.items():
             signal.signal(number, handler)
     if errors:
@@ -108,6 +114,18 @@ def make_server(opened: Opened, engine: EngineThread, names: list[str], limits: 
         access_log=False,
         lifespan="on",
         server_header=False,
-        timeout_graceful_shutdown=int(limits.drain_s),
+        timeout_graceful_shutdown=math.ceil(limits.drain_s) + _GRACE_S,
     )
-    return uvicorn.Server(config)
+    return _Server(config, engine, limits.drain_s)
+
+
+class _Server(uvicorn.Server):
+    """The engine's drain begins with the server's, so that streams past it end with an error and not in the middle."""
+
+    def __init__(self, config: uvicorn.Config, engine: EngineThread, drain_s: float) -> None:
+        super().__init__(config)
+        self._engine, self._drain_s = engine, drain_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._engine.begin_stop(self._drain_s)
+        await super().shutdown(sockets)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ktransformer2.server.problems import failure
+from ktransformer2.server.problems import ApiError, failure
 from ktransformer2.server.streams import Stream
 
 PING = b": ping\n\n"
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 def event(data: object, name: str = "") -> bytes:
     head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode("utf-8", "replace")
+    return f"{head}data: {json.dumps(data)}\n\n".encode()  # ASCII: some readers end a line at U+2028
 
 
 class EventStream(StreamingResponse):
@@ -52,7 +52,12 @@ async def _with_error(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         async for each in events:
             yield each
     except Exception as error:
-        problem = failure(error)
-        if problem.code == "internal_error":
-            _log.exception("a stream ended with an error of the server")
-        yield event(problem.body)
+        yield event(logged(error).body)
+
+
+def logged(error: Exception) -> ApiError:
+    """What the client is told. Side effect: a fault of ours goes to the log."""
+    problem = failure(error)
+    if problem.code == "internal_error":
+        _log.error("a stream ended with an error of the server", exc_info=error)
+    return problem

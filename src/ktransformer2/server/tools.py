@@ -42,7 +42,8 @@ class Tools:
             case "required":
                 named = functions
             case Mapping():
-                name = choice.get("name") or (choice.get("function") or {}).get("name")
+                function = choice.get("function")
+                name = choice.get("name") or (function.get("name") if isinstance(function, Mapping) else None)
                 named = tuple(function for function in functions if function["name"] == name)
             case _:
                 named = ()
@@ -74,7 +75,7 @@ class Tools:
         if not self.functions:
             return said
         text = "\n".join((_THERE_ARE, *map(json.dumps, self.functions), _HOW))
-        if said[0]["role"] == "system":
+        if said and said[0]["role"] == "system":
             return [{**said[0], "content": f"{said[0]['content']}\n\n{text}"}, *said[1:]]
         return [{"role": "system", "content": text}, *said]
 

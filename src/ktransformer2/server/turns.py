@@ -47,13 +47,7 @@ async def next_turn(
 
     Raises: RequestError, ApiError.
     """
-    said = with_arguments(flat(messages))
-    template: dict[str, Any] = {}
-    if tools.functions or uses_tools(said):
-        if "tools" in str(service.facts.tokenizer.chat_template):
-            template = {"tools": tools.for_template or None}
-        else:
-            said = tools.in_words(said)
+    said, template = for_template(service, messages, tools)
     ids = await service.prompts.chat(said, **template)
     if before is not None:
         ids = await service.prompts.continued(ids, before)
@@ -70,14 +64,29 @@ async def next_turn(
     return Turn(ids, constraint, tools, thinks, twice if service.prompts.begins_twice(ids) else ())
 
 
-def wanted_schema(response_format: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def for_template(
+    service: Service, messages: Sequence[Mapping[str, Any]], tools: Tools
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The messages as the chat template takes them, and what else it takes. Raises: ApiError."""
+    said = with_arguments(flat(messages))
+    if not (tools.functions or uses_tools(said)):
+        return said, {}
+    if "tools" in str(service.facts.tokenizer.chat_template):
+        return said, {"tools": tools.for_template or None}
+    return tools.in_words(said), {}
+
+
+def wanted_schema(response_format: Any) -> Mapping[str, Any] | None:
     """Of `response_format`, or the flat `text.format` of responses; None: any text. Raises: ApiError."""
-    kind = (response_format or {"type": "text"}).get("type")
-    if response_format is None or kind == "text":
+    if response_format is None:
+        return None
+    kind = response_format.get("type") if isinstance(response_format, Mapping) else response_format
+    if kind == "text":
         return None
     if kind == "json_object":
         return {"type": "object"}
-    schema = response_format.get("json_schema", response_format).get("schema") if kind == "json_schema" else None
+    named = response_format.get("json_schema", response_format) if kind == "json_schema" else None
+    schema = named.get("schema") if isinstance(named, Mapping) else None
     if not isinstance(schema, Mapping):
         raise ApiError(
             400,
