@@ -91,7 +91,9 @@ def test_a_text_is_pinned_and_unpinned_by_the_id_of_its_last_block(directory: Pa
 
 @pytest.mark.parametrize("command", ["pin", "unpin"])
 def test_an_id_that_names_no_block_is_told(directory: Path, tmp_path: Path, command: str) -> None:
-    for name in ("0123456789ab", "ff", "zz" * 6):
+    short = failed(invoke("cache", command, "ff", "--directory", directory), EXIT_USAGE)
+    assert short == "error: 'ff' is too short for an id; write at least 6 digits of it"
+    for name in ("0123456789ab", "zz" * 6):
         said = failed(invoke("cache", command, name, "--directory", directory), EXIT_USAGE)
         assert f"'{name}' names no block in {directory}; `ktransformer cache ls --disk` has their ids" in said
     nothing = failed(invoke("cache", command, "0123456789ab", "--directory", tmp_path / "none"), EXIT_USAGE)

@@ -95,24 +95,13 @@ def test_a_payload_of_another_shape_is_left_out_and_counted() -> None:
     assert HostTier(lineage(), PAGE).put([good]) == 0  # larger than the whole limit
 
 
-def test_clearing_gives_the_memory_back() -> None:
-    tier = host(200)
-    tier.put(chain("a", 200))
-    assert tier._arena.resident_bytes() == 200 * EXTENT
-    assert tier.clear() == 200 * PAYLOAD_BYTES
-    assert tier._arena.resident_bytes() == 0
-    assert (tier.stats().held_blocks, tier.stats().held_bytes) == (0, 0)
-    assert tier.put(chain("a", 5)) == 5
-    tier.check_integrity()
-
-
 def test_a_closed_tier_holds_nothing_and_raises_nothing() -> None:
     tier = host(4)
     tier.put(chain("a", 2))
     tier.close()
     tier.close()
     assert (tier.put(chain("a", 2)), tier.get([key_of("a0")])) == (0, [])
-    assert (tier.clear(), tier.may_hold(key_of("a0"))) == (0, False)
+    assert not tier.may_hold(key_of("a0"))
     assert tier.stats().stored_blocks == 2
 
 
@@ -139,7 +128,6 @@ def test_readers_and_a_writer_share_it() -> None:
     for round_ in range(10):
         tier.put(blocks)
         tier.put(chain(f"b{round_}", 10))
-        tier.clear()
     done.set()
     for reader in readers:
         reader.join()
@@ -222,11 +210,6 @@ class HostMachine(RuleBasedStateMachine):
             twin.used = self.calls
             expected.append(one.payload)
         assert self.tier.get([one.key for one in blocks]) == expected
-
-    @rule()
-    def clear(self) -> None:
-        assert self.tier.clear() == sum(len(twin.block.payload) for twin in self.twins)
-        self.twins = []
 
     @invariant()
     def same(self) -> None:

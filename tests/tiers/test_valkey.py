@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -12,12 +13,14 @@ from typing import Any
 import pytest
 
 from ktransformer2.bench.valkey_server import free_port
+from ktransformer2.cli.guard import EXIT_USAGE
 from ktransformer2.errors import ConfigError
 from ktransformer2.tiers import valkey
 from ktransformer2.tiers.deployment import Deployment
 from ktransformer2.tiers.tier import StoredBlock
 from ktransformer2.tiers.valkey import ValkeyTier
 from ktransformer2.tiers.valkey_address import ValkeyAddress
+from tests.cli.invoking import failed, invoke
 from tests.tiers.disk_factories import PAYLOAD_BYTES, block, chain, key_of, lineage
 from tests.tiers.valkey_server import KEY, direct, running_server, tier
 
@@ -288,6 +291,23 @@ def test_deployments_and_lineages_do_not_see_each_other(port: int) -> None:
         assert not one.may_hold(blocks[0].key)
         assert [len(each.get(keys(blocks))) for each in (one, stranger, other)] == [0, 2, 0]
         assert direct(port).get("a name of somebody else") == b"kept"
+
+
+def test_the_command_clears_what_its_deployment_keeps(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(KEY)
+    monkeypatch.setenv("KTRANSFORMER_VALKEY_URL", f"redis://127.0.0.1:{port}")
+    monkeypatch.setenv("KTRANSFORMER_VALKEY_KEY_FILE", str(file))
+    with tier(port) as one, tier(port, key=b"the key of somebody else") as stranger:
+        for each in (one, stranger):
+            assert each.put(chain("a", 2)) == 2
+        done = invoke("cache", "clear", "--server", "--json")
+        assert json.loads(done.stdout) == {"freed_bytes": 2 * Deployment(KEY, lineage()).value_bytes(0)}
+        assert [len(each.get(keys(chain("a", 2)))) for each in (one, stranger)] == [0, 2]
+    monkeypatch.setenv("KTRANSFORMER_VALKEY_URL", "")
+    assert "no server is set" in failed(invoke("cache", "clear", "--server"), EXIT_USAGE)
 
 
 def test_a_full_server_takes_what_it_can_and_no_child_without_its_parent(port: int) -> None:

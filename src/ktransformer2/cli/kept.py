@@ -15,6 +15,7 @@ from ktransformer2.cli.guard import reported, write
 from ktransformer2.cli.options import JsonFlag
 
 if TYPE_CHECKING:
+    from ktransformer2.config import TierConfig
     from ktransformer2.tiers.disk import DiskTier
     from ktransformer2.tiers.disk_store import DiskLimits
 
@@ -32,10 +33,19 @@ def gc(directory: DirectoryOption = None, as_json: JsonFlag = False) -> None:
 
 
 @reported
-def clear(directory: DirectoryOption = None, as_json: JsonFlag = False) -> None:
+def clear(
+    directory: DirectoryOption = None,
+    server: Annotated[
+        bool, typer.Option("--server", help="Instead what this deployment keeps on the server of `valkey_url`.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
     """Delete everything that was kept on disk, of every model, and the conversation that chat --continue has."""
     from ktransformer2.cli.last_chat import forget_last_chat
 
+    if server:
+        _clear_server(as_json)
+        return
     sentence = "Deleted {freed} in {directory}."
     if directory is None and forget_last_chat():
         sentence += " The last conversation is gone too."
@@ -115,13 +125,18 @@ def listed(start: int, limit: int, directory: Path | None, as_json: bool) -> Non
 
 def kept_place(directory: Path | None) -> tuple[Path, DiskLimits]:
     """The directory and its bounds, from the settings in force."""
-    from ktransformer2 import settings
-    from ktransformer2.config import TierConfig
     from ktransformer2.tiers.opening import disk_directory, disk_limits
 
-    values = settings.resolve().tier_values
-    config = TierConfig.load(values | ({} if directory is None else {"disk_directory": str(directory)}))
+    config = _tier_config({} if directory is None else {"disk_directory": str(directory)})
     return disk_directory(config), disk_limits(config)
+
+
+def _tier_config(flags: dict[str, str]) -> TierConfig:
+    """The settings in force."""
+    from ktransformer2 import settings
+    from ktransformer2.config import TierConfig
+
+    return TierConfig.load(settings.resolve().tier_values | flags)
 
 
 def _free(directory: Path | None, as_json: bool, free: Callable[[DiskTier], int], sentence: str) -> None:
@@ -144,6 +159,27 @@ def _free(directory: Path | None, as_json: bool, free: Callable[[DiskTier], int]
             kinds = ", ".join(f"{kind} {count}" for kind, count in failures.items())
             raise ConfigError(f"{place}: not everything could be done ({kinds}); end what uses it, and try again")
     say_done({"freed_bytes": freed, "directory": str(place)}, sentence, as_json)
+
+
+def _clear_server(as_json: bool) -> None:
+    """Raises: ConfigError as `_free`, and where no server is set."""
+    from ktransformer2.errors import ConfigError
+    from ktransformer2.tiers.opening import server_of
+    from ktransformer2.tiers.tier import Lineage
+    from ktransformer2.tiers.valkey import ValkeyTier
+
+    config = _tier_config({})
+    if not config.valkey_url:
+        raise ConfigError("no server is set; name one as valkey_url, or leave --server out")
+    address, deployment = server_of(config)
+    tier = ValkeyTier(address, Lineage(bytes(32), (), ()), deployment)
+    freed = tier.clear()
+    failures = tier.stats().failures
+    tier.close()
+    if failures:
+        kinds = ", ".join(f"{kind} {count}" for kind, count in failures.items())
+        raise ConfigError(f"the server did not do everything ({kinds}); see that it is there, and try again")
+    say_done({"freed_bytes": freed}, "Deleted {freed} on the server.", as_json)
 
 
 def say_done(found: dict[str, object], sentence: str, as_json: bool) -> None:

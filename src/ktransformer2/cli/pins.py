@@ -77,8 +77,10 @@ def _named(block: str, entries: list[HeldBlock], place: Path) -> list[HeldBlock]
     """The blocks, one a layer group, that an id means. Raises: ConfigError where it means none, or several."""
     from ktransformer2.errors import ConfigError
 
+    if len(block) < _LEAST_ID:
+        raise ConfigError(f"{block!r} is too short for an id; write at least {_LEAST_ID} digits of it")
     found = [each for each in entries if each.key.hex().startswith(block.lower())]
-    if len(block) < _LEAST_ID or len({each.key[:-1] for each in found}) != 1:
+    if len({each.key[:-1] for each in found}) != 1:
         what = "several blocks" if len(found) > 1 else "no block"
         raise ConfigError(f"{block!r} names {what} in {place}; `ktransformer cache ls --disk` has their ids")
     return found

@@ -101,17 +101,14 @@ class HostTier:
             self._tally.transfer(size)
         return found
 
-    def clear(self) -> int:
-        with self._lock:
-            return self._drop_everything()
-
     def stats(self) -> TierStats:
         return self._tally.stats(len(self._held), self._held_bytes, self._limit_bytes)
 
     def close(self) -> None:
         with self._lock:
             if not self._closed:
-                self._drop_everything()
+                self._held.clear()
+                self._held_bytes = 0
                 self._arena.close()
                 self._closed = True
 
@@ -211,17 +208,6 @@ class HostTier:
             parent.dependants -= 1
             if not parent.dependants:
                 heappush(self._leaves, (parent.used, held.parent))
-
-    def _drop_everything(self) -> int:
-        freed = self._held_bytes
-        for held in self._held.values():
-            self._pools[round_up(held.num_bytes, EXTENT_ALIGNMENT)].free(held.address)
-        self._held.clear()
-        self._leaves.clear()
-        self._held_bytes = 0
-        for pool in self._pools.values():
-            pool.trim()
-        return freed
 
     def _prune(self) -> None:
         """Let go of the entries of the heap that are no longer true, once they are most of it."""

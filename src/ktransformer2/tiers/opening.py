@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import platformdirs
 
@@ -15,6 +16,9 @@ from ktransformer2.tiers.disk import DiskTier
 from ktransformer2.tiers.disk_store import DiskLimits
 from ktransformer2.tiers.host import HostTier
 from ktransformer2.tiers.tier import Lineage, Tier
+
+if TYPE_CHECKING:
+    from ktransformer2.tiers.valkey_address import ValkeyAddress
 
 _SEGMENT_BYTES = 256 * 2**20
 
@@ -40,14 +44,21 @@ def open_tiers(config: TierConfig, lineage: Lineage) -> list[Tier]:
     if config.persist == "on":
         tiers.append(DiskTier(disk_directory(config), disk_limits(config), lineage))
     if _wants_server(config):
-        from ktransformer2.tiers.deployment import deployment_key
         from ktransformer2.tiers.valkey import ValkeyTier
-        from ktransformer2.tiers.valkey_address import ValkeyAddress
 
-        key_file = Path(config.valkey_key_file) if config.valkey_key_file else None
-        address = ValkeyAddress(config.valkey_url, ttl_s=config.valkey_ttl_s, bloom_refresh_s=config.bloom_refresh_s)
-        tiers.append(ValkeyTier.open(address, lineage, deployment_key(key_file)))
+        address, key = server_of(config)
+        tiers.append(ValkeyTier.open(address, lineage, key))
     return tiers
+
+
+def server_of(config: TierConfig) -> tuple[ValkeyAddress, bytes]:
+    """Where the shared server is, and the deployment's key. Raises: ConfigError."""
+    from ktransformer2.tiers.deployment import deployment_key
+    from ktransformer2.tiers.valkey_address import ValkeyAddress
+
+    key_file = Path(config.valkey_key_file) if config.valkey_key_file else None
+    address = ValkeyAddress(config.valkey_url, ttl_s=config.valkey_ttl_s, bloom_refresh_s=config.bloom_refresh_s)
+    return address, deployment_key(key_file)
 
 
 def disk_directory(config: TierConfig) -> Path:

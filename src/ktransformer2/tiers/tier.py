@@ -112,9 +112,6 @@ class Tier(Protocol):
         They are the caller's own, to write to as well.
         """
 
-    def clear(self) -> int:
-        """Forget everything of every lineage that lies here; bytes freed. Gone when it returns."""
-
     def stats(self) -> TierStats:
         """The figures now."""
 

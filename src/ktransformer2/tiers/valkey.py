@@ -302,7 +302,7 @@ class ValkeyTier:
         return count, size
 
     def clear(self) -> int:
-        """All lineages of this deployment, and nothing else that lies there."""
+        """Delete all lineages of this deployment, and nothing else that lies there; bytes freed."""
         freed, is_whole = 0, True
         with self._scanning:
             self._lifetimes.forget()

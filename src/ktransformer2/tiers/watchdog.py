@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from ktransformer2.tiers.tally import LOG
+
 
 class Watchdog:
     """Any thread may be watched, and several at a time."""
@@ -46,7 +48,10 @@ class Watchdog:
 
     def _run(self) -> None:
         while self._wait_until_due():
-            self._act()
+            try:
+                self._act()
+            except Exception:  # of a library's making: the next call must be watched all the same
+                LOG.exception("ending a call that took too long has failed")
 
     def _wait_until_due(self) -> bool:
         """Sleep until a call has taken too long, and forget it. False: closed."""
