@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ktransformer2 import settings
+from ktransformer2.bench.targets import targets_of
 from ktransformer2.config import CacheConfig, EngineConfig, TierConfig
 from ktransformer2.errors import ConfigError
 from ktransformer2.settings import Settings
@@ -238,7 +239,6 @@ _WITHOUT_A_ROW = (
     "off unless asked for",
     "a limit, for safety",
     "half the bytes",
-    "bench policy",
 )
 
 
@@ -248,6 +248,9 @@ def test_every_default_has_a_row_that_chose_it_or_says_that_it_has_none(reposito
     for each in settings.knobs().values():
         chosen_by = each.about["chosen_by"]
         named = re.search(r"bench memory --part knobs: (\w+)", chosen_by)
+        if of_key := re.fullmatch(r"bench (\w+): (\w+)", chosen_by):
+            assert of_key[2] in targets_of(of_key[1]), f"{each.name}: {chosen_by}"
+            continue
         if named is None:
             assert chosen_by.startswith(_WITHOUT_A_ROW), f"{each.name}: {chosen_by}"
             continue

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ktransformer2.bench.peers import process
 from ktransformer2.bench.peers.process import PeerError, PeerProcess, Read
+from ktransformer2.bench.peers.workers import serve
 
 # One worker for all tests: `fault` names what is wrong with it. It prints where answers go, as libraries do.
 FAKE = """
@@ -152,3 +154,10 @@ def test_one_that_does_not_end_is_killed(worker: Path, monkeypatch: pytest.Monke
     peer = started(worker)
     peer.close()
     assert peer._process.returncode == -9
+
+
+def test_what_steps_is_timed_step_by_step() -> None:
+    steps = iter([[1], [2, 3], [4]])
+    found = serve.perform(SimpleNamespace(step=lambda: next(steps)), "decode", {"count": 4})
+    assert found["tokens"] == [1, 2, 3, 4]
+    assert len(found["seconds"]) == 3

@@ -74,13 +74,14 @@ sizes shrunk, structure kept, windows of 16 tokens. `{make}` makes this page,
 and a test compares it with a new run. `ktransformer models --architectures` prints the same, with `--json` too.
 
 - **Served**: {served}. The 40 greedy tokens after prompts of 150 and 117 are those of
-  `generate` with `DynamicCache` in fp32, from one ragged batch and again from cached blocks; so is the distance of the
-  two best logits at every token.
+  `generate` with `DynamicCache` in fp32, from one ragged batch, and the first 20 behind the longer prompt again from
+  cached blocks; so is the distance of the two best logits at every token. A model whose two best logits lie too close
+  for that is drawn again with other weights.
 - **By the doors of transformers' users too**: {doors}.
   The 8 tokens after a prompt of 41, in blocks of 16, are held to the same.
 - **Which runner**: `lean` is this package's own forward pass, for {lean}; all others, and a
   model of these types that is unusual in any way, are computed by the modules of `transformers`, untouched.
-  `--runner transformers` takes those for every model.
+  `--runner transformers` takes those for every model; for the lean types this page does not try them.
 - **Refused**: {refused}. A typed error (`UnsupportedModelError`) while loading, never a wrong answer.
 - Answered differently: {different}. Not made by transformers itself: {not_built}.
 

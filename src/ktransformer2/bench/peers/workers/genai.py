@@ -39,17 +39,8 @@ class Peer:
         self._open(caches=reuse)
         began = time.perf_counter()
         self._handle = self._add(ids, 1 + room)
-        (token,) = self._next()
+        (token,) = self.step()
         return {"first_s": time.perf_counter() - began, "token": token}
-
-    def decode(self, count: int) -> dict[str, Any]:
-        seconds: list[float] = []
-        tokens: list[int] = []
-        while len(tokens) < count:
-            began = time.perf_counter()
-            tokens += self._next()
-            seconds.append(time.perf_counter() - began)
-        return {"seconds": seconds, "tokens": tokens}
 
     def batch(self, prompts: Sequence[Sequence[int]], count: int) -> dict[str, Any]:
         self._end()
@@ -76,8 +67,7 @@ class Peer:
         tensor = openvino.Tensor(np.array([ids], dtype=np.int64))
         return self._pipeline.add_request(next(self._numbers), tensor, config)
 
-    def _next(self) -> list[int]:
-        """Steps until the running request has another token."""
+    def step(self) -> list[int]:
         while not self._handle.can_read():
             self._pipeline.step()
         return [token for output in self._handle.read().values() for token in output.generated_ids]

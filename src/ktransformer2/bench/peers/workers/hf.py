@@ -43,13 +43,10 @@ class Peer:
         self._ids = [*ids, token]
         return {"first_s": first_s, "token": token, "reused": reused}
 
-    def decode(self, count: int) -> dict[str, Any]:
-        seconds = []
-        for _ in range(count):
-            began = time.perf_counter()
-            self._ids += self._forward(torch.tensor([self._ids[-1:]]), len(self._ids) - 1)
-            seconds.append(time.perf_counter() - began)
-        return {"seconds": seconds, "tokens": self._ids[-count:]}
+    def step(self) -> list[int]:
+        new = self._forward(torch.tensor([self._ids[-1:]]), len(self._ids) - 1)
+        self._ids += new
+        return new
 
     def batch(self, prompts: Sequence[Sequence[int]], count: int) -> dict[str, Any]:
         """Prompts of one length: nothing is padded."""

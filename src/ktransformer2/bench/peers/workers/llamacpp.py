@@ -47,14 +47,10 @@ class Peer:
         self._ids = [*ids, token]
         return {"first_s": first_s, "token": token, "reused": reused}
 
-    def decode(self, count: int) -> dict[str, Any]:
-        seconds = []
-        for _ in range(count):
-            began = time.perf_counter()
-            self._read(self._context, self._ids[-1:], len(self._ids) - 1, 0)
-            self._ids.append(self._best(self._context, -1))
-            seconds.append(time.perf_counter() - began)
-        return {"seconds": seconds, "tokens": self._ids[-count:]}
+    def step(self) -> list[int]:
+        self._read(self._context, self._ids[-1:], len(self._ids) - 1, 0)
+        self._ids.append(self._best(self._context, -1))
+        return self._ids[-1:]
 
     def batch(self, prompts: Sequence[Sequence[int]], count: int) -> dict[str, Any]:
         """A context with a stream of its own for every prompt, made before the clock runs."""

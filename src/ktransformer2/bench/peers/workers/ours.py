@@ -29,19 +29,11 @@ class Peer:
             self._llm.cache.clear()
         began = time.perf_counter()
         self._stream = self._llm.stream(list(ids), _greedy(1 + room))
-        token = self._next()
+        (token,) = self.step()
         first_s = time.perf_counter() - began
         if not room:
             self._end()
         return {"first_s": first_s, "token": token}
-
-    def decode(self, count: int) -> dict[str, Any]:
-        seconds, tokens = [], []
-        for _ in range(count):
-            began = time.perf_counter()
-            tokens.append(self._next())
-            seconds.append(time.perf_counter() - began)
-        return {"seconds": seconds, "tokens": tokens}
 
     def batch(self, prompts: Sequence[Sequence[int]], count: int) -> dict[str, Any]:
         self._end()
@@ -51,10 +43,10 @@ class Peer:
         seconds = time.perf_counter() - began
         return {"seconds": seconds, "tokens": [list(output.token_ids) for output in outputs]}
 
-    def _next(self) -> int:
+    def step(self) -> list[int]:
         while not (chunk := next(self._stream)).token_ids:
             pass
-        return chunk.token_ids[-1]
+        return list(chunk.token_ids)
 
     def _end(self) -> None:
         """The request before, if there is one, releases its blocks."""

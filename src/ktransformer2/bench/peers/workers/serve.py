@@ -14,6 +14,7 @@ import json
 import os
 import resource
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,20 @@ def peak_bytes(status: Path = Path("/proc/self/status")) -> int:
     return int(line.split()[1]) * 1024
 
 
+def decode(peer: Any, count: int) -> dict[str, Any]:
+    """Seconds of each step, and the tokens."""
+    seconds: list[float] = []
+    tokens: list[int] = []
+    while len(tokens) < count:
+        began = time.perf_counter()
+        tokens += peer.step()
+        seconds.append(time.perf_counter() - began)
+    return {"seconds": seconds, "tokens": tokens}
+
+
 def perform(peer: Any, what: str, asked: dict[str, Any]) -> Any:
+    if what == "decode" and hasattr(peer, "step"):
+        return decode(peer, **asked)
     if what not in OPERATIONS or not hasattr(peer, what):
         raise LookupError(f"this peer has no operation {what!r}")
     return getattr(peer, what)(**asked)

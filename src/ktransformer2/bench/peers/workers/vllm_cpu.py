@@ -41,17 +41,8 @@ class Peer:
         self._forget(reuse)
         began = time.perf_counter()
         self._request, self._num_tokens = self._add(ids, 1 + room), 0
-        (token,) = self._next()
+        (token,) = self.step()
         return {"first_s": time.perf_counter() - began, "token": token}
-
-    def decode(self, count: int) -> dict[str, Any]:
-        seconds: list[float] = []
-        tokens: list[int] = []
-        while len(tokens) < count:
-            began = time.perf_counter()
-            tokens += self._next()
-            seconds.append(time.perf_counter() - began)
-        return {"seconds": seconds, "tokens": tokens}
 
     def batch(self, prompts: Sequence[Sequence[int]], count: int) -> dict[str, Any]:
         self._forget(reuse=False)
@@ -68,8 +59,7 @@ class Peer:
         self._engine.add_request(name, {"prompt_token_ids": list(ids)}, params)
         return name
 
-    def _next(self) -> list[int]:
-        """Steps until the running request has another token."""
+    def step(self) -> list[int]:
         while True:
             for output in self._engine.step():
                 tokens = output.outputs[0].token_ids
