@@ -83,7 +83,10 @@ def test_others_pass_who_waits_for_a_tier(tier: MemoryTier, cold: RequestOutput)
     bench.close()
 
 
-def test_what_left_before_its_turn_is_fetched_again(tier: MemoryTier, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_blocks", [28, 36])
+def test_what_left_before_its_turn_is_fetched_again(
+    tier: MemoryTier, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Memory for two texts, a queue that asks for four of them in turn: none is computed again."""
     monkeypatch.setattr(LoadOrRecompute, "computed", lambda *_: None)  # by this clock it takes no time
     texts = [prompt(200, seed) for seed in range(4)]
@@ -91,7 +94,7 @@ def test_what_left_before_its_turn_is_fetched_again(tier: MemoryTier, monkeypatc
     for text in texts:
         answered(bench, text)
     bench.close()
-    bench = bench_over(tier, num_blocks=36, max_num_sequences=1)
+    bench = bench_over(tier, num_blocks=num_blocks, max_num_sequences=1)
     requests = [bench.engine.add(text, PARAMS) for text in texts * 3]
     outputs = run(bench, *requests)
     assert [outputs[each].usage.cached_tokens for each in requests] == [192] * 12

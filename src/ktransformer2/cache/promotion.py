@@ -7,8 +7,8 @@
 What has come is indexed and used by nobody, so the ordinary `match` finds it. Payloads in flight are charged to the
 limit before they are read, and bounded. Knows no token, no request and no file.
 
-Invariants: `charged_bytes` are those of transfers that have not arrived; a prefetch never evicts what another one has
-brought for a prompt that still waits.
+Invariants: `charged_bytes` are those of transfers that have not arrived; what was brought for a prompt that still waits
+is evicted only for one whose turn has come before.
 """
 
 from __future__ import annotations
@@ -242,8 +242,8 @@ class Promotion:
     # --- asking
 
     def _send(self) -> None:
-        """Ask for as much as the limits allow, in the order of the fetches."""
-        for fetch in self._fetches.values():
+        """Ask for as much as the limits allow: for prompts whose turn has come, then in the order of the fetches."""
+        for fetch in sorted(self._fetches.values(), key=lambda fetch: fetch.held_s is None):
             while fetch.waiting:
                 part = self._next_part(fetch)
                 keys = tuple(each.stored_key for each in part)
@@ -282,9 +282,11 @@ class Promotion:
         return taken
 
     def _is_spared(self, block: Block, fetch: Fetch) -> bool:
+        """What has come for a prompt that waits stays, but for one whose turn comes before that of this prompt."""
         if block.key in fetch.rests_on:
             return True
-        return any(block in each.placed for each in self._fetches.values() if not each.is_over)
+        others = (each for each in self._fetches.values() if not each.is_over)
+        return any(block in each.placed for each in others if each.held_s is not None or fetch.held_s is None)
 
     def _in_flight_bytes(self) -> int:
         """What is read before anything that is asked for now."""
