@@ -466,7 +466,9 @@ def test_what_is_evicted_before_its_prompt_comes_is_unused(tier: MemoryTier) -> 
     assert cache.stats().prefetch_accuracy == 0.0
 
 
-def test_a_prefetch_takes_no_room_that_another_prompt_waits_for(tier: MemoryTier) -> None:
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_a_prefetch_takes_no_room_of_a_prompt_before_it(tier: MemoryTier, order: tuple[int, ...]) -> None:
+    """Room for two of three texts, which are asked for in any order: those whose turn is first have all of theirs."""
     texts = [[text, *TEXT[:96]] for text in range(3)]
     big = cache_over(tier)
     for text in texts:
@@ -474,12 +476,14 @@ def test_a_prefetch_takes_no_room_that_another_prompt_waits_for(tier: MemoryTier
     write(big)
     extent = big.lineage.payload_bytes[0]
     small = cache_over(tier, memory_bytes=16 * extent, cached_share_ratio=1.0, min_chunk_tokens=16, staging_bytes=1)
-    fetches = [small.fetch(text) for text in texts]
+    fetches = []
+    for turn in order:
+        fetches.append(small.fetch(texts[turn], turn=(turn,)))
+        read(small)
     assert None not in fetches
-    read(small)
     found = [small.match(text).num_tokens for text in texts]
-    assert found[0] == 96, "who came first has all of it"
-    assert sum(found) < 3 * 96
+    assert found[:2] == [96, 96]
+    assert found[2] < 96
     assert small.stats().peak_bytes <= 16 * extent
     for fetch in fetches:
         assert fetch is not None

@@ -100,7 +100,7 @@ def test_what_left_before_its_turn_is_fetched_again(
     assert [outputs[each].usage.cached_tokens for each in requests] == [192] * 12
     assert sum(outputs[each].usage.num_restored for each in requests) > 6 * 192
     stats = bench.cache.stats()
-    assert stats.prefetch_used_blocks == stats.prefetched_blocks
+    assert stats.prefetch_used_blocks >= 0.95 * stats.prefetched_blocks
     bench.close()
 
 

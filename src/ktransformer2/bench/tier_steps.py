@@ -22,7 +22,7 @@ from ktransformer2.bench.rounds import ratio, spread
 from ktransformer2.cache.kv_cache import KVCache
 from ktransformer2.cache.lower import LowerStats
 from ktransformer2.cache.prefixes import PrefixMatch
-from ktransformer2.cache.promotion import Fetch
+from ktransformer2.cache.promotion import Fetch, Turn
 from ktransformer2.config import CacheConfig, EngineConfig, TierConfig
 from ktransformer2.engine.engine import Engine
 from ktransformer2.engine.sampling import SamplingParams
@@ -77,7 +77,9 @@ def subject(options: BenchOptions) -> Subject:
 class _OnItsTurn(KVCache):
     """The same cache without fetching ahead: a prompt's blocks come up when it is its turn, and the batch waits."""
 
-    def fetch(self, token_ids: Sequence[int], salt: bytes = b"", chain: list[bytes] | None = None) -> Fetch | None:
+    def fetch(
+        self, token_ids: Sequence[int], salt: bytes = b"", chain: list[bytes] | None = None, turn: Turn = ()
+    ) -> Fetch | None:
         return None
 
     def match(self, token_ids: Sequence[int], salt: bytes = b"", chain: list[bytes] | None = None) -> PrefixMatch:

@@ -25,7 +25,7 @@ from ktransformer2.cache.explain import Explanation
 from ktransformer2.cache.listing import BlockPage, list_blocks
 from ktransformer2.cache.lower import LowerStats, LowerTiers, lineage_of
 from ktransformer2.cache.prefixes import Prefixes, PrefixMatch
-from ktransformer2.cache.promotion import Fetch
+from ktransformer2.cache.promotion import Fetch, Turn
 from ktransformer2.cache.questions import Questions
 from ktransformer2.cache.residency import Residency
 from ktransformer2.cache.sizing import Demand, demand_bytes, longest_tokens, sealed_form
@@ -125,17 +125,20 @@ class KVCache:
         assert self.lineage, "it raises without a fingerprint"
         self._lower = LowerTiers(self._residency, self._arena, tiers, config, self._clock)
 
-    def fetch(self, token_ids: Sequence[int], salt: bytes = b"", chain: list[bytes] | None = None) -> Fetch | None:
+    def fetch(
+        self, token_ids: Sequence[int], salt: bytes = b"", chain: list[bytes] | None = None, turn: Turn = ()
+    ) -> Fetch | None:
         """Begin to bring up what tiers have of a prompt and the device has not. None: nothing, or it is not worth it.
 
-        `chain`: as in `match`. What came is found by `match`, so there is nothing to be done with it.
+        `chain`: as in `match`. `turn`: where several prompts wait, less goes first, and takes no harm from those behind
+        it. What came is found by `match`, so there is nothing to be done with it.
         """
         self._check_owner()
         if self._lower is None:
             return None
         share = int(self.config.cached_share_ratio * self.config.memory_bytes)  # of more than that nothing would stay
         wanted, num_tokens = self._prefixes.below(token_ids, salt, [] if chain is None else chain, self._lower, share)
-        return self._lower.begin(wanted, num_tokens) if wanted else None
+        return self._lower.begin(wanted, num_tokens, turn) if wanted else None
 
     @property
     def num_evicted(self) -> int:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from ktransformer2.cache.block import Block
 from ktransformer2.cache.demotion import Demotion
-from ktransformer2.cache.promotion import Fetch, Promotion, Wanted
+from ktransformer2.cache.promotion import Fetch, Promotion, Turn, Wanted
 from ktransformer2.cache.replacement.policy import Entry
 from ktransformer2.cache.residency import Residency
 from ktransformer2.cache.sizing import sealed_form
@@ -176,8 +176,8 @@ class LowerTiers:
 
     # --- up
 
-    def begin(self, wanted: Sequence[Wanted], num_tokens: int) -> Fetch | None:
-        return self._promotion.begin(wanted, num_tokens)
+    def begin(self, wanted: Sequence[Wanted], num_tokens: int, turn: Turn) -> Fetch | None:
+        return self._promotion.begin(wanted, num_tokens, turn)
 
     def is_loading(self, fetch: Fetch) -> bool:
         return self._promotion.is_loading(fetch)

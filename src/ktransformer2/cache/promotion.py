@@ -7,8 +7,8 @@
 What has come is indexed and used by nobody, so the ordinary `match` finds it. Payloads in flight are charged to the
 limit before they are read, and bounded. Knows no token, no request and no file.
 
-Invariants: `charged_bytes` are those of transfers that have not arrived; what was brought for a prompt that still waits
-is evicted only for one whose turn has come before.
+Invariants: `charged_bytes` are those of transfers that have not arrived; of what a waiting prompt rests on, nothing is
+evicted to bring up what one behind it lacks.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ktransformer2.tiers.rates import LoadOrRecompute
 from ktransformer2.tiers.tier import Payload
 
 T = TypeVar("T")
+Turn = tuple[int, ...]
 _SLICE_BYTES = 8 * 2**20  # one transfer; 512 KB are enough for a disk's pace, and more at once hides a server's delay
 # How long a prompt is held for its blocks: as long as computing them would take, which at worst doubles its wait.
 LEAST_PATIENCE_S, MOST_PATIENCE_S = 0.05, 30.0
@@ -49,10 +50,14 @@ class Wanted:
 
 
 class Fetch:
-    """One prompt's blocks on their way. `others`: fetches that bring some of them already."""
+    """One prompt's blocks on their way. `others`: fetches that bring some of them already.
 
-    def __init__(self, ticket: int, wanted: Sequence[Wanted], patience_s: float, now: float) -> None:
+    `rests_on`: the keys of blocks that are here, or come, and that its blocks continue. `rank`: less goes first.
+    """
+
+    def __init__(self, ticket: int, turn: Turn, wanted: Sequence[Wanted], patience_s: float, now: float) -> None:
         self.ticket = ticket
+        self.rank = (turn, ticket)
         self.patience_s = patience_s
         self.began_s = now
         self.held_s: float | None = None  # since when its prompt would have had its turn
@@ -118,7 +123,7 @@ class Promotion:
 
     # --- for whoever waits
 
-    def begin(self, wanted: Sequence[Wanted], num_tokens: int) -> Fetch | None:
+    def begin(self, wanted: Sequence[Wanted], num_tokens: int, turn: Turn) -> Fetch | None:
         """Bring up `wanted`, parents first, so that `num_tokens` more are found. None: computing them is faster."""
         now = self._clock()
         num_bytes = self._in_flight_bytes() + sum(self._payload_bytes(each.group) for each in wanted)
@@ -128,8 +133,11 @@ class Promotion:
             return None
         patience = MOST_PATIENCE_S if estimate.compute_s is None else estimate.compute_s
         own = [each for each in wanted if each.stored_key not in self._coming]
-        fetch = Fetch(self._num_begun, own, min(max(patience, LEAST_PATIENCE_S), MOST_PATIENCE_S), now)
+        patience = min(max(patience, LEAST_PATIENCE_S), MOST_PATIENCE_S)
+        fetch = Fetch(self._num_begun, turn, own, patience, now)
         fetch.others = {self._coming[each.stored_key] for each in wanted if each.stored_key in self._coming}
+        for other in fetch.others:
+            other.rank = min(other.rank, fetch.rank)
         self._num_begun += 1
         self._fetches[fetch.ticket] = fetch
         self._coming.update((each.stored_key, fetch) for each in own)
@@ -242,8 +250,8 @@ class Promotion:
     # --- asking
 
     def _send(self) -> None:
-        """Ask for as much as the limits allow: for prompts whose turn has come, then in the order of the fetches."""
-        for fetch in sorted(self._fetches.values(), key=lambda fetch: fetch.held_s is None):
+        """Ask for as much as the limits allow, in the order of the turns."""
+        for fetch in sorted(self._fetches.values(), key=lambda fetch: fetch.rank):
             while fetch.waiting:
                 part = self._next_part(fetch)
                 keys = tuple(each.stored_key for each in part)
@@ -275,18 +283,20 @@ class Promotion:
         return self._arena.charge(size) or None
 
     def _room(self, fetch: Fetch, attempt: Callable[[], T | None]) -> T | None:
-        """`attempt()` until it gives something, evicting what no waiting prompt rests on. None: nothing else left."""
-        while (taken := attempt()) is None:
-            if not self._residency.evict_one("room", lambda block: self._is_spared(block, fetch)):
-                return None
-        return taken
+        """`attempt()` until it gives something. What nobody waits for is evicted, then what the last in the queue wait
+        for, up to `fetch`. None: it rests on what is left itself, or one before it does.
+        """
+        kept = sorted((each for each in self._fetches.values() if not each.is_over), key=lambda each: each.rank)
 
-    def _is_spared(self, block: Block, fetch: Fetch) -> bool:
-        """What has come for a prompt that waits stays, but for one whose turn comes before that of this prompt."""
-        if block.key in fetch.rests_on:
-            return True
-        others = (each for each in self._fetches.values() if not each.is_over)
-        return any(block in each.placed for each in others if each.held_s is not None or fetch.held_s is None)
+        def is_kept(block: Block) -> bool:
+            return any(block.key in each.rests_on or block in each.placed for each in kept)
+
+        while (taken := attempt()) is None:
+            while not self._residency.evict_one("room", is_kept):
+                if not kept or kept[-1].rank <= fetch.rank:
+                    return None
+                kept.pop()
+        return taken
 
     def _in_flight_bytes(self) -> int:
         """What is read before anything that is asked for now."""

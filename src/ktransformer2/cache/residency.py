@@ -153,9 +153,9 @@ class Residency:
         return self.take(lambda: self._arena.charge(num_bytes) or None) is not None
 
     def evict_one(self, cause: str, is_spared: Callable[[Block], bool] | None = None) -> bool:
-        """Free what the policy names next: a leaf that nobody uses. False: there is none, or it is spared."""
-        entry = self.retention.victim()
-        if entry is None or (is_spared is not None and is_spared(self._blocks[entry])):
+        """Free what the policy names next: a leaf that nobody uses and that is not spared. False: there is none."""
+        entry = self.retention.victim(None if is_spared is None else lambda entry: is_spared(self._blocks[entry]))
+        if entry is None:
             return False
         self._evict(entry, cause)
         return True

@@ -133,7 +133,8 @@ class Scheduler:
 
     def _ask(self, sequence: Sequence) -> None:
         sequence.asked_after = self._cache.num_evicted
-        sequence.fetch = self._cache.fetch(sequence.token_ids, sequence.request.salt, sequence.block_hashes)
+        salt, chain = sequence.request.salt, sequence.block_hashes
+        sequence.fetch = self._cache.fetch(sequence.token_ids, salt, chain, sequence.order)
 
     def _admit(self, step: Step) -> None:
         for sequence in list(self.waiting):

@@ -104,27 +104,27 @@ class Retention:
             if self._has_ttl:
                 self._start_idling(entry)
 
-    def victim(self) -> Entry | None:
-        """What leaves next, left in place. None: nothing can go.
+    def victim(self, is_spared: Callable[[Entry], bool] | None = None) -> Entry | None:
+        """What leaves next, left in place. None: nothing can go, or all that can is spared.
 
         With `worth` the least worthy of the next few goes; where all are worth the same, the policy's own choice. What
         callers said of entries is not weighed against it: only those of the first one's band are looked at.
         """
-        first = self._next()
-        if first is None or self.worth is None:
-            return first
-        contenders = [first]
-        while len(contenders) < _CONTENDERS:
-            self.policy.set_aside(contenders[-1])
-            follower = self._next()
-            if follower is None or follower.band != first.band:
+        if self.worth is None and is_spared is None:
+            return self._next()
+        passed: list[Entry] = []
+        contenders: list[Entry] = []
+        while len(contenders) < (_CONTENDERS if self.worth else 1):
+            entry = self._next()
+            if entry is None or (contenders and entry.band != contenders[0].band):
                 break
-            contenders.append(follower)
-        else:
-            self.policy.set_aside(contenders[-1])
-        for entry in reversed(contenders):
+            if is_spared is None or not is_spared(entry):
+                contenders.append(entry)
+            self.policy.set_aside(entry)
+            passed.append(entry)
+        for entry in reversed(passed):
             self.policy.back(entry)
-        return min(contenders, key=self.worth)
+        return min(contenders, key=self.worth, default=None) if self.worth else next(iter(contenders), None)
 
     def _next(self) -> Entry | None:
         while (entry := self.policy.pick()) is not None:
