@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ktransformer2.tiers.read_memory import SPARE_BYTES, ReadMemory
 
 MB = 2**20
@@ -26,6 +28,11 @@ def test_so_many_bytes_are_taken_and_can_be_written_to() -> None:
     taken = ReadMemory().take(1000)
     assert (taken.nbytes, taken.readonly, taken.format) == (1000, False, "B")
     assert ReadMemory().take(0).nbytes == 0
+
+
+def test_memory_begins_with_a_page() -> None:
+    for num_bytes in (1, 1000, 3 * MB + 1):
+        assert np.frombuffer(ReadMemory().take(num_bytes), np.uint8).ctypes.data % 4096 == 0
 
 
 def test_what_is_too_small_is_let_go() -> None:

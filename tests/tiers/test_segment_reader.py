@@ -1,8 +1,10 @@
-"""Records that come out of segments: whole, in pieces, announced ahead, and what a file does that is cut or gone."""
+"""Records that come out of segments: whole, in pieces, in order, and what a file does that is cut or gone."""
 
 from __future__ import annotations
 
+import errno
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -91,18 +93,38 @@ def test_a_read_that_stops_short_goes_on(directory: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_each_byte_is_announced_once_before_it_is_read_and_some_behind(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda _, start, size, __: told.append((start, start + size)))
-    list(read(directory, PLACES[:3], MEMORY, must_not_fail))
-    ahead = 2 * 3 * RECORD_BYTES
-    assert told == [(0, 2 * RECORD_BYTES + ahead), (2 * RECORD_BYTES + ahead, 3 * RECORD_BYTES + ahead)]
-    told.clear()
-    monkeypatch.setattr(segment_reader, "_ANNOUNCED_BYTES", RECORD_BYTES)
-    list(read(directory, PLACES[:1], MEMORY, must_not_fail))
-    assert told == [(i * RECORD_BYTES, (i + 1) * RECORD_BYTES) for i in range(3)], "as long as the system takes"
+@pytest.mark.skipif(sys.platform != "linux", reason="no other system is told")
+def test_a_file_is_opened_once_and_read_in_order(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, ...]] = []
+    starts: list[int] = []
+    real = os.preadv
+
+    def reading(descriptor: int, pieces: list[memoryview], offset: int) -> int:
+        starts.append(offset)
+        return real(descriptor, pieces, offset)
+
+    monkeypatch.setattr(os, "posix_fadvise", lambda *told_of: told.append(told_of[1:]))
+    monkeypatch.setattr(os, "preadv", reading)
+    list(read(directory, PLACES, MEMORY, must_not_fail))
+    assert told == [(0, 0, os.POSIX_FADV_SEQUENTIAL)] * 2, "once for each segment"
+    assert starts == [0, 2 * RECORD_BYTES] * 2
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_piece_that_cannot_be_read_leaves_the_others(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.preadv
+
+    def reading(descriptor: int, pieces: list[memoryview], offset: int) -> int:
+        if offset == 0:
+            raise OSError(errno.EIO, "a bad sector")
+        return real(descriptor, pieces, offset)
+
+    monkeypatch.setattr(os, "preadv", reading)
+    failures: list[OSError] = []
+    pieces = list(read(directory, PLACES, MEMORY, failures.append))
+    assert [[place for place, _ in piece] for piece in pieces] == [[PLACES[2]], [PLACES[5]]]
+    assert contents([record for piece in pieces for _, record in piece]) == [RECORDS[2], RECORDS[5]]
+    assert [error.errno for error in failures] == [errno.EIO] * 2
 
 
 def test_a_link_is_never_followed(directory: Path) -> None:

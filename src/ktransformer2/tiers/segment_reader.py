@@ -1,11 +1,11 @@
 """Records come out of segments, as fast as the files can be read from beginning to end.
 
-    announced   what comes next, so that the disk works while what came is looked at
+    in order    the system is told so once for each file, and reads ahead by itself while what came is looked at
     read        neighbours in one call, a piece at a time: the receiver finds it in the processor's cache
     placed      header and payload together, into memory that was used before: no copy, and no page fault
 
-Knows no index and no key; says nothing of whether a record is what it should be. Every call opens the file anew, as all
-that touch segments do.
+Knows no index and no key; says nothing of whether a record is what it should be. Every call opens the files anew, as
+all that touch segments do.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 from ktransformer2.tiers.header import BlockHeader
@@ -22,8 +23,6 @@ from ktransformer2.tiers.read_memory import ReadMemory
 from ktransformer2.tiers.segments import PAGE_BYTES, Place, adjacent, opened
 
 PIECE_BYTES = 2 * 2**20
-_AHEAD_BYTES = 8 * 2**20  # behind what is asked for, and no more than twice that: one block announces little
-_ANNOUNCED_BYTES = 2**19  # of one call: a system cuts it to its own window, 1/2 to 8 MB
 
 
 @dataclass(frozen=True)
@@ -42,26 +41,23 @@ def read(
     What lies behind a file's end reads as zeros. Records of a call that fails are left out, and `failed` is told why.
     """
     whole = sum(place.num_bytes for place in places)
-    ahead = min(_AHEAD_BYTES, 2 * whole)
     try:
         left = memory.take(whole)
     except MemoryError:
         failed(OSError(errno.ENOMEM, f"no memory for {whole} bytes"))
         return
-    announced = Place(-1, 0, 0)  # up to where
-    for piece in adjacent(places, PIECE_BYTES):
-        segment, first, end = piece[0].segment, piece[0].offset, piece[-1].end
-        here, left = left[: end - first], left[end - first :]
-        start = max(first, announced.offset) if announced.segment == segment else first
-        announced = Place(segment, end + ahead, 0)
+    for segment, pieces in groupby(adjacent(places, PIECE_BYTES), lambda piece: piece[0].segment):
         try:
             with opened(directory, segment, os.O_RDONLY) as descriptor:
-                _announce(descriptor, start, announced.offset)
-                _fill(descriptor, here, first)
+                if sys.platform == "linux":
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+                for piece in pieces:
+                    first, end = piece[0].offset, piece[-1].end
+                    here, left = left[: end - first], left[end - first :]
+                    if _is_filled(descriptor, here, first, failed):
+                        yield [(place, _record(here, place, first)) for place in piece]
         except OSError as error:
             failed(error)
-            continue
-        yield [(place, _record(here, place, first)) for place in piece]
 
 
 def _record(memory: memoryview, place: Place, first: int) -> Record:
@@ -70,15 +66,13 @@ def _record(memory: memoryview, place: Place, first: int) -> Record:
     return Record(header, memory[start : start + place.payload_bytes])
 
 
-def _fill(descriptor: int, memory: memoryview, offset: int) -> None:
-    """Read until the memory is full or the file ends; zeros behind that."""
-    while memory.nbytes and (came := os.preadv(descriptor, [memory], offset)):
-        memory, offset = memory[came:], offset + came
+def _is_filled(descriptor: int, memory: memoryview, offset: int, failed: Callable[[OSError], None]) -> bool:
+    """Read until the memory is full or the file ends; zeros behind that. False: `failed` knows why not."""
+    try:
+        while memory.nbytes and (came := os.preadv(descriptor, [memory], offset)):
+            memory, offset = memory[came:], offset + came
+    except OSError as error:
+        failed(error)
+        return False
     memory[:] = bytes(memory.nbytes)
-
-
-def _announce(descriptor: int, start: int, end: int) -> None:
-    """Tell the system that a range will be read. What it has in memory already costs little to be named again."""
-    if sys.platform == "linux":
-        for offset in range(start, end, _ANNOUNCED_BYTES):
-            os.posix_fadvise(descriptor, offset, min(_ANNOUNCED_BYTES, end - offset), os.POSIX_FADV_WILLNEED)
+    return True
