@@ -1,13 +1,12 @@
-"""Records that come out of segments: whole, in pieces, in order, and what a file does that is cut or gone."""
+"""Records that come out of segments: whole, in pieces, announced ahead, and what a file does that is cut or gone."""
 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from ktransformer2.tiers import segment_reader
@@ -57,9 +56,12 @@ def test_records_come_back_in_the_order_in_which_they_lie_a_piece_at_a_time(dire
 
 def test_what_lies_behind_the_end_reads_as_zeros(directory: Path) -> None:
     os.truncate(directory / segment_name(1), RECORD_BYTES + PAGE_BYTES + 10)
-    list(read(directory, PLACES[3:], MEMORY, must_not_fail))  # the memory has been used
-    assert MEMORY.spare_bytes
-    (piece,) = read(directory, PLACES[:3], MEMORY, must_not_fail)
+    memory = ReadMemory()
+    reading = memory.take(1)
+    list(read(directory, PLACES[3:], memory, must_not_fail))  # the memory has been used
+    assert memory.spare_bytes
+    (piece,) = read(directory, PLACES[:3], memory, must_not_fail)
+    del reading
     found = [record for _, record in piece]
     assert [record.header for record in found] == [RECORDS[0][0], RECORDS[1][0], None]
     assert found[0].payload == RECORDS[0][1]
@@ -76,13 +78,13 @@ def test_what_cannot_be_read_is_left_out_and_told_of(directory: Path) -> None:
 
 
 def test_no_memory_is_a_failure_like_any(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise MemoryError
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
 
-    monkeypatch.setattr(np, "empty", fail)
+    monkeypatch.setattr(mmap, "mmap", fail)
     failures: list[OSError] = []
     assert list(read(directory, PLACES, ReadMemory(), failures.append)) == []
-    assert [str(error) for error in failures] == [f"[Errno 12] no memory for {6 * RECORD_BYTES} bytes"]
+    assert [error.errno for error in failures] == [errno.ENOMEM]
 
 
 def test_a_read_that_stops_short_goes_on(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,38 +95,39 @@ def test_a_read_that_stops_short_goes_on(directory: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.skipif(sys.platform != "linux", reason="no other system is told")
-def test_a_file_is_opened_once_and_read_in_order(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[int, ...]] = []
-    starts: list[int] = []
+def test_the_system_reads_ahead_in_a_file_that_stays_open_from_piece_to_piece(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, int, int]] = []
+    used: list[int] = []
     real = os.preadv
 
-    def reading(descriptor: int, pieces: list[memoryview], offset: int) -> int:
-        starts.append(offset)
+    def preadv(descriptor: int, pieces: list[memoryview], offset: int) -> int:
+        used.append(os.fstat(descriptor).st_ino)
         return real(descriptor, pieces, offset)
 
-    monkeypatch.setattr(os, "posix_fadvise", lambda *told_of: told.append(told_of[1:]))
-    monkeypatch.setattr(os, "preadv", reading)
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, *range_and_hint: told.append(range_and_hint))
+    monkeypatch.setattr(os, "preadv", preadv)
     list(read(directory, PLACES, MEMORY, must_not_fail))
-    assert told == [(0, 0, os.POSIX_FADV_SEQUENTIAL)] * 2, "once for each segment"
-    assert starts == [0, 2 * RECORD_BYTES] * 2
+    assert told == [(0, 0, os.POSIX_FADV_SEQUENTIAL)] * 2, "once a file"
+    first, second = ((directory / segment_name(segment)).stat().st_ino for segment in (1, 2))
+    assert used == [first, first, second, second], "two pieces each"
 
 
-@pytest.mark.usefixtures("small_pieces")
-def test_a_piece_that_cannot_be_read_leaves_the_others(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_broken_file_gave_before_is_kept(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.preadv
 
-    def reading(descriptor: int, pieces: list[memoryview], offset: int) -> int:
-        if offset == 0:
+    def preadv(descriptor: int, pieces: list[memoryview], offset: int) -> int:
+        if offset == 2 * RECORD_BYTES:
             raise OSError(errno.EIO, "a bad sector")
         return real(descriptor, pieces, offset)
 
-    monkeypatch.setattr(os, "preadv", reading)
+    monkeypatch.setattr(segment_reader, "PIECE_BYTES", RECORD_BYTES)
+    monkeypatch.setattr(os, "preadv", preadv)
     failures: list[OSError] = []
     pieces = list(read(directory, PLACES, MEMORY, failures.append))
-    assert [[place for place, _ in piece] for piece in pieces] == [[PLACES[2]], [PLACES[5]]]
-    assert contents([record for piece in pieces for _, record in piece]) == [RECORDS[2], RECORDS[5]]
-    assert [error.errno for error in failures] == [errno.EIO] * 2
+    assert [place for piece in pieces for place, _ in piece] == [*PLACES[:2], *PLACES[3:5]]
+    assert [error.errno for error in failures] == [errno.EIO, errno.EIO]
 
 
 def test_a_link_is_never_followed(directory: Path) -> None:

@@ -136,6 +136,22 @@ def test_a_tier_that_hangs_ends_neither_flush_nor_close_late(tier: MemoryTier) -
     tier.gate.set()
 
 
+def test_a_tier_that_is_left_out_gets_what_was_offered_before_however_late(tier: MemoryTier) -> None:
+    tier.gate.clear()
+    tier.limit_bytes = 100
+    combiner = WriteCombiner([tier], limit_bytes=1000, batch_bytes=64, linger_s=0.0)
+    combiner.begin_end()
+    assert combiner.offer(block(0))
+    assert combiner.offer(block(1, 0))
+    assert tier.entered.wait(LONG_S)
+    assert not combiner.narrow(1000, 0.01), "it keeps less, and hangs in the first batch"
+    tier.gate.set()
+    assert not combiner.narrow(1000, LONG_S)
+    assert list(tier.blocks) == [key(0), key(1)]
+    assert combiner.close(LONG_S)
+    assert (combiner.stats().written_blocks, combiner.stats().failed_blocks) == (2, 0)
+
+
 def test_room_comes_as_batches_are_written(tier: MemoryTier) -> None:
     combiner = WriteCombiner([tier], limit_bytes=64, linger_s=10 * LONG_S)
     for n in range(5):

@@ -171,10 +171,9 @@ class Demotion:
         why, size = "", 0
         for key, block in blocks.items():
             size += self._taken_below(block)
-            left_s = deadline - time.monotonic()
-            if not why and not self._combiner.narrow(size, left_s):
-                why = "limit"
-            elif not why and left_s <= 0:
+            if not why and not self._combiner.narrow(size, deadline - time.monotonic()):
+                why = "limit" if time.monotonic() < deadline else "time"
+            elif not why and time.monotonic() >= deadline:
                 why = "time"
             elif not why and self._num_failures >= _MOST_FAILURES:
                 why = "tier"

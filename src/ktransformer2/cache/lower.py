@@ -110,6 +110,7 @@ class LowerTiers:
         limit = max(min(config.staging_bytes, arena.stats.limit_bytes // _STAGING_SHARE), largest)
         self._combiner, self._prefetcher = WriteCombiner(tiers, limit), Prefetcher(tiers)
         self._lasting = {tier.name for tier in lasting(self.tiers)}
+        self._passing = [tier for tier in self.tiers if tier.name not in self._lasting]
         self._demotion = Demotion(residency, arena, self._combiner, config.write_policy)
         self._promotion = Promotion(residency, arena, self._prefetcher, limit, clock)
         self._clock = clock
@@ -206,9 +207,13 @@ class LowerTiers:
         num_tokens = self._residency.stores[0].sealed_layout.block_tokens
         estimate = self._promotion.speeds.estimate(num_tokens, entry.num_bytes, self._clock())
         saved_s = estimate.compute_s or 0.0
-        if estimate.load_s is not None and isinstance(entry.key, bytes) and self._demotion.lies_below(entry.key):
+        if estimate.load_s is not None and isinstance(entry.key, bytes) and self._comes_back(entry.key):
             saved_s = min(saved_s, estimate.load_s)
         return saved_s / entry.num_bytes
+
+    def _comes_back(self, stored_key: bytes) -> bool:
+        """Whether a block could be loaded: from what is kept for the next time, or from this process's own memory."""
+        return self._demotion.lies_below(stored_key) or any(tier.may_hold(stored_key) for tier in self._passing)
 
     # --- the end, figures, checks
 

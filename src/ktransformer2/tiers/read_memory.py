@@ -1,22 +1,21 @@
-"""Memory that is read into, whole pages, used again as soon as nobody holds any part of what was read. Knows no file.
+"""Memory that is read into, and used again by what is read meanwhile. Knows no file.
 
 The system fills fresh memory with zeros page by page, which costs more than to copy a page of a file into it. It copies
 up to twice as fast to where a page begins as to 16 bytes behind it, where `malloc` puts what is large (AMD Zen 3).
 
-Invariants: no part of an area is handed out while a view of it lives, whoever has it; while nothing is handed out, at
-most `SPARE_BYTES` wait for their next use.
+Invariants: no part of an area is handed out while a view of it lives, whoever has it; areas are handed out or wait for
+their next use, together no more than were ever handed out at once; while nothing is handed out, nothing is held.
 """
 
 from __future__ import annotations
 
+import mmap
 import threading
 import weakref
 
 import numpy as np
 import numpy.typing as npt
 
-SPARE_BYTES = 20 * 2**20  # two transfers of a cache, whose slices have 8 MB and the headers between their payloads
-_PAGE_BYTES = 4096
 _STEP_BYTES = 2**20  # areas of nearly equal transfers fit one another
 
 
@@ -29,10 +28,10 @@ class ReadMemory:
         self._num_taken = 0
 
     def take(self, num_bytes: int) -> memoryview:
-        """So many bytes, with whatever was there before. Raises: MemoryError."""
+        """So many bytes, with whatever was there before. Raises: OSError where the machine has none left."""
         area = self._pop(num_bytes)
         if area is None:
-            area = _whole_pages(-(-num_bytes // _STEP_BYTES) * _STEP_BYTES)
+            area = _mapped(max(1, -(-num_bytes // _STEP_BYTES)) * _STEP_BYTES)
         part = area[:num_bytes]  # every view of the memoryview holds this array, and so tells when the last is gone
         with self._lock:
             self._num_taken += 1
@@ -58,11 +57,13 @@ class ReadMemory:
         with self._lock:
             self._num_taken -= 1
             self._spare.append(area)
-            while not self._num_taken and self.spare_bytes > SPARE_BYTES:
-                self._spare.pop()
+            if not self._num_taken:
+                self._spare.clear()
 
 
-def _whole_pages(num_bytes: int) -> npt.NDArray[np.uint8]:
-    around = np.empty(num_bytes + _PAGE_BYTES, np.uint8)
-    start = -around.ctypes.data % _PAGE_BYTES
-    return around[start : start + num_bytes]
+def _mapped(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Memory of its own, which the system has back at once: what an allocator keeps would be charged to nobody."""
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, np.uint8)

@@ -3,7 +3,8 @@
 The thread is started when the watchdog is made, not when something is watched: a Python that has begun to end starts no
 thread any more, and the last blocks are written then.
 
-Invariant: what is watched longer than `limit_s` is followed by one `act`, from the watchdog's thread.
+Invariant: each `limit_s` that something is watched for is followed by one `act`, from the watchdog's thread: a call
+that was between two connections at the first is ended by the second.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Watchdog:
                 LOG.exception("ending a call that took too long has failed")
 
     def _wait_until_due(self) -> bool:
-        """Sleep until a call has taken too long, and forget it. False: closed."""
+        """Sleep until a call has taken too long, and give it as long again. False: closed."""
         with self._state:
             while not self._closed:
                 call = next(iter(self._deadlines), None)
@@ -65,6 +66,7 @@ class Watchdog:
                 elif (left_s := self._deadlines[call] - time.monotonic()) > 0:
                     self._state.wait(left_s)
                 else:
-                    del self._deadlines[call]
+                    del self._deadlines[call]  # to the end: the next one first
+                    self._deadlines[call] = time.monotonic() + self._limit_s
                     return True
         return False

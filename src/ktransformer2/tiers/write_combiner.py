@@ -164,11 +164,13 @@ class WriteCombiner:
     def narrow(self, num_bytes: int, limit_s: float) -> bool:
         """Write no more to a tier that keeps less than `num_bytes`: what it got would go again. False: none is left.
 
-        Waits, at most `limit_s`, until such tiers have what was offered before.
+        Waits, at most `limit_s`, until such tiers have what was offered before. False also if they have not got it
+        then: it still goes to them.
         """
         roomy = tuple(tier for tier in self._tiers if num_bytes <= self._kept_bytes[tier])
         if len(roomy) < len(self._tiers):
-            self.flush(limit_s)
+            if not self.flush(limit_s):
+                return False
             self._tiers = roomy
         return bool(roomy)
 
