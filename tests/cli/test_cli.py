@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -303,6 +304,25 @@ def test_bench_hands_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert options["options"].max_tokens == 32 * 1024
     for wrong in ("0", "many"):
         assert failed(invoke("bench", "fidelity", "--max-tokens", wrong), guard.EXIT_USAGE).startswith("error: --max-")
+
+
+@pytest.mark.parametrize(("bound", "code"), [("100", 0), ("1e-9", 5)])
+def test_a_bench_that_misses_a_target_exits_with_5(bound: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target of a part that needs no model, moved to where it surely holds and where it surely does not."""
+    from ktransformer2.bench import targets
+
+    moved = [
+        dataclasses.replace(target, bound=float(bound)) if target.key.startswith("engine_overhead") else target
+        for target in targets.TARGETS
+    ]
+    monkeypatch.setattr(targets, "TARGETS", tuple(moved))
+    measured = ("bench", "overhead", "--part", "engine", "--quick")
+    result = invoke(*measured, "--check")
+    assert result.exit_code == code, result.stderr
+    assert f"<= {float(bound):g}" in result.stdout
+    assert "engine_overhead_ms_b1" in result.stdout
+    if code:
+        assert invoke(*measured).exit_code == 0  # only --check asks
 
 
 def test_unknown_bench_is_a_usage_error() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import json
+import platform
 import shutil
 from contextlib import closing
 from pathlib import Path
@@ -10,6 +13,8 @@ from typing import Any
 
 import pytest
 
+import ktransformer2
+from ktransformer2.bench import environment
 from ktransformer2.cli import checkup, guard
 from ktransformer2.cli.checkup import Check
 from ktransformer2.cli.doctor import shown_checks
@@ -20,6 +25,7 @@ from ktransformer2.monitor.client import MonitorClient
 from tests.cache.factories import make_cache, start
 from tests.cli.invoking import assert_as_before, failed, invoke
 
+# What `doctor` shows on every machine, in this order; an installed package shows those of its range too.
 ALWAYS = [
     "settings",
     "runner",
@@ -27,10 +33,14 @@ ALWAYS = [
     "ktransformer2",
     "torch",
     "transformers",
+    "OpenMP waiting",
     "memory",
     "huge pages",
+    "processor",
     "kernels",
     "threads",
+    "OpenMP runtimes",
+    "cache directory",
 ]
 
 
@@ -60,7 +70,7 @@ def test_what_is_shown() -> None:
 def test_this_machine(small_probe: Path) -> None:
     result = invoke("doctor", "--json")
     found = json.loads(result.stdout)
-    assert set(ALWAYS) <= {check["name"] for check in found["checks"]}
+    assert [check["name"] for check in found["checks"] if check["name"] not in checkup._RANGED[2:]] == ALWAYS
     bad = [check for check in found["checks"] if check["state"] == "PROBLEM"]
     assert found["ok"] == (not bad)
     assert result.exit_code == (guard.EXIT_FAILED if bad else 0)
@@ -76,6 +86,73 @@ def test_a_problem_is_exit_code_1_and_shown_with_its_fix(small_probe: Path, monk
     assert "did you mean 'KTRANSFORMER_MEMORY'?" in result.stdout
     assert "-> mend it; `ktransformer config check` looks again" in result.stdout
     assert "problem" in result.stdout.splitlines()[-1]
+
+
+def test_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("KTRANSFORMER_PERSIST", raising=False)  # which tests set
+    assert checkup.settings() == Check("settings", "ok", "all defaults")
+    monkeypatch.setenv("KTRANSFORMER_MEMORY", "2GB")
+    monkeypatch.setenv("KTRANSFORMER_KV", "full")
+    assert checkup.settings() == Check("settings", "ok", "memory, kv set")
+    monkeypatch.setenv("KTRANSFORMER_KV", "int3")
+    words, fix = problem(checkup.settings())
+    assert words.endswith("kv='int3' is not allowed; allowed: auto, full, int8")
+    assert fix == "mend it; `ktransformer config check` looks again"
+    assert checkup.runner() == Check("runner", "note", "not known while the settings are wrong")
+
+
+def test_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"python_version": "3.12.1", "system": "Linux", "machine": "x86_64"}.items():
+        monkeypatch.setattr(platform, name, lambda value=value: value)
+    assert checkup.python() == Check("python", "ok", "3.12.1 on Linux x86_64")
+
+
+def test_this_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = dict.fromkeys(checkup._RANGED, "3.1")
+    monkeypatch.setattr(importlib.metadata, "version", installed.__getitem__)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["torch>=4", "numpy>=2; extra == 'plots'"])
+    assert checkup.packages() == [
+        Check("ktransformer2", "ok", ktransformer2.__version__),
+        Check("torch", "PROBLEM", "3.1, promised is >=4", 'pip install "torch>=4"'),
+        *(Check(name, "ok", "3.1") for name in checkup._RANGED[1:]),
+    ]
+
+    def not_installed(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", not_installed)
+    here = f"{ktransformer2.__version__}, not installed"
+    assert checkup.packages() == [
+        Check("ktransformer2", "note", here, "`pip install .` checks versions too"),
+        Check("torch", "ok", "3.1"),
+        Check("transformers", "ok", "3.1"),
+    ]
+
+
+def test_torch_that_cannot_be_imported_ends_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise OSError(f"lib{name}.so is missing")
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    last = Check("torch", "PROBLEM", "cannot be imported (libtorch.so is missing)", "install it again")
+    checks = checkup.checkup()
+    assert checks[-1] == last
+    assert "kernels" not in {check.name for check in checks}
+
+
+@pytest.mark.parametrize(
+    ("flags", "value"),
+    [
+        (("avx2",), "EPYC: avx2; no bf16 arithmetic: models are computed in float32"),
+        (("avx2", "avx512_bf16"), "EPYC: avx2 avx512_bf16"),
+        (("avx2", "amx_bf16"), "EPYC: avx2 amx_bf16"),
+        ((), "EPYC: no flags known"),
+    ],
+)
+def test_processor(flags: tuple[str, ...], value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "cpuinfo", lambda: ("EPYC", list(flags)))
+    assert checkup.processor() == Check("processor", "ok", value)
 
 
 def test_packages() -> None:
@@ -97,21 +174,34 @@ def test_runner(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KTRANSFORMER_KERNELS", "fast")
-    assert "is unknown" in problem(checkup.kernels())[0]
-    monkeypatch.setenv("KTRANSFORMER_KERNELS", "reference")
-    assert "KTRANSFORMER_KERNELS" in problem(checkup.kernels())[1] or "compiler" in problem(checkup.kernels())[1]
-    monkeypatch.delenv("KTRANSFORMER_KERNELS")
-    monkeypatch.setattr("ktransformer2.kernels.attention.available_backends", lambda: ("reference",))
-    monkeypatch.setattr("ktransformer2.kernels.attention.backend_name", lambda: "reference")
-    assert "C++ compiler" in problem(checkup.kernels())[1]
+    words, fix = problem(checkup.kernels())
+    assert "is unknown" in words
+    assert fix == "unset KTRANSFORMER_KERNELS"
+    found = {"available": ("avx2", "reference"), "name": "avx2"}
+    monkeypatch.setattr("ktransformer2.kernels.attention.available_backends", lambda: found["available"])
+    monkeypatch.setattr("ktransformer2.kernels.attention.backend_name", lambda: found["name"])
+    assert checkup.kernels() == Check("kernels", "ok", "avx2; available: avx2, reference")
+    found["name"] = "reference"
+    assert problem(checkup.kernels()) == (
+        "reference; available: avx2, reference",
+        "unset KTRANSFORMER_KERNELS: avx2 is faster",
+    )
+    found["available"] = ("reference",)
+    assert problem(checkup.kernels()) == (
+        "reference: the native kernels are not built, all is slow",
+        "have a C++ compiler at hand (apt install g++, or Xcode's) and install the package again",
+    )
 
 
 def test_threads() -> None:
     import torch
 
     used = torch.get_num_threads()
-    assert checkup.threads(used).state == "ok"
-    assert checkup.threads(used + 1).state == "note"
+    assert checkup.threads(used) == Check("threads", "ok", f"{used} of {used} usable processors")
+    more = f"{used} of {used + 1} usable processors"
+    assert checkup.threads(used + 1) == Check(
+        "threads", "note", more, "unset OMP_NUM_THREADS, or raise it, to use them all"
+    )
     torch.set_num_threads(3)
     try:
         assert problem(checkup.threads(2)) == ("3 on 2 usable processors", "export OMP_NUM_THREADS=2")
@@ -127,10 +217,11 @@ def test_a_control_groups_share_of_processors_counts(text: str, most: int, tmp_p
 
 
 def test_sleeping_threads() -> None:
-    assert checkup.sleeping_threads({"OMP_WAIT_POLICY": "active"}).state == "ok"
-    words, fix = problem(checkup.sleeping_threads({"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}))
-    assert words.startswith("OMP_WAIT_POLICY=PASSIVE, GOMP_SPINCOUNT=0")
-    assert fix == "unset OMP_WAIT_POLICY GOMP_SPINCOUNT"
+    assert checkup.sleeping_threads({"OMP_WAIT_POLICY": "active"}) == Check("OpenMP waiting", "ok", "active")
+    assert problem(checkup.sleeping_threads({"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"})) == (
+        "OMP_WAIT_POLICY=PASSIVE, GOMP_SPINCOUNT=0: every kernel starts late",
+        "unset OMP_WAIT_POLICY GOMP_SPINCOUNT",
+    )
 
 
 def test_two_openmp_runtimes(tmp_path: Path) -> None:
@@ -139,16 +230,30 @@ def test_two_openmp_runtimes(tmp_path: Path) -> None:
     maps.write_text(line.format("/a/libgomp.so.1") * 2 + line.format("/a/libc.so.6"))
     assert checkup.runtimes(maps) == Check("OpenMP runtimes", "ok", "libgomp.so.1")
     maps.write_text(line.format("/a/libgomp.so.1") + line.format("/b/libiomp5.so"))
-    assert problem(checkup.runtimes(maps))[0] == "2 at once: /a/libgomp.so.1, /b/libiomp5.so"
+    assert problem(checkup.runtimes(maps)) == (
+        "2 at once: /a/libgomp.so.1, /b/libiomp5.so",
+        "install torch and this package into one fresh environment",
+    )
+    maps.write_text(line.format("/a/libc.so.6"))
+    assert checkup.runtimes(maps) == Check("OpenMP runtimes", "ok", "none")
+    assert checkup.runtimes(tmp_path / "missing") == Check("OpenMP runtimes", "note", "this system does not say")
 
 
 @pytest.mark.parametrize(
-    ("available", "limit", "state"), [(4e9, None, "ok"), (4e9, 5e8, "PROBLEM"), (5e8, None, "PROBLEM")]
+    ("available", "limit", "state", "words"),
+    [
+        (4e9, None, "ok", "4 GB available"),
+        (4e9, 2e9, "ok", "4 GB available, limited to 2 GB by the control group"),
+        (4e9, 5e8, "PROBLEM", "4 GB available, limited to 500 MB by the control group"),
+        (5e8, None, "PROBLEM", "500 MB available"),
+    ],
 )
-def test_memory(available: float, limit: float | None, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory(available: float, limit: float | None, state: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Memory(int(available), None if limit is None else int(limit))
     monkeypatch.setattr(Memory, "measure", classmethod(lambda cls: found))
-    assert checkup.memory().state == state
+    fix = "stop other programs, or raise the limit; a small model needs 1 GB" if state == "PROBLEM" else ""
+    check = checkup.memory()
+    assert (check.name, check.state, check.value, check.fix) == ("memory", state, words, fix)
 
 
 def test_huge_pages(tmp_path: Path) -> None:
@@ -156,28 +261,49 @@ def test_huge_pages(tmp_path: Path) -> None:
     path.write_text("always [madvise] never\n")
     assert checkup.huge_pages(path) == Check("huge pages", "ok", "madvise")
     path.write_text("always madvise [never]\n")
-    assert checkup.huge_pages(path).fix == f"echo madvise | sudo tee {path}"
-    assert checkup.huge_pages(tmp_path / "missing").state == "note"
+    assert checkup.huge_pages(path) == Check("huge pages", "note", "switched off", f"echo madvise | sudo tee {path}")
+    assert checkup.huge_pages(tmp_path / "missing") == Check("huge pages", "note", "this system has none to ask for")
 
 
 def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage: Any = shutil.disk_usage(tmp_path)
+    free = {"bytes": 5 * 10**9}
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free["bytes"]))
     monkeypatch.setattr(checkup, "_SLOW_DISK_BYTES_PER_S", 1.0)
     assert checkup.disk(tmp_path, 2**20).state == "ok"
-    monkeypatch.setattr(checkup, "_SLOW_DISK_BYTES_PER_S", 1e18)
-    assert problem(checkup.disk(tmp_path, 2**20))[0].endswith(": slow")
-    usage: Any = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10**6))
-    words, fix = problem(checkup.disk(tmp_path, 2**20))
-    assert words == f"{tmp_path}, 1 MB free"
-    assert "KTRANSFORMER_CACHE" in fix
     assert list(tmp_path.iterdir()) == []
+    seconds = {"written": 2**20 / 80e6, "read": 2**20 / 200e6}
+    monkeypatch.setattr(checkup, "_disk_seconds", lambda *_: tuple(seconds.values()))
+    speed = f"{tmp_path}, 5 GB free; writes 80 MB/s, reads 200 MB/s"
+    assert checkup.disk(tmp_path, 2**20) == Check("cache directory", "ok", speed)
+    monkeypatch.setattr(checkup, "_SLOW_DISK_BYTES_PER_S", 201e6)
+    assert problem(checkup.disk(tmp_path, 2**20)) == (f"{speed}: slow", "name a faster one with KTRANSFORMER_CACHE")
+    free["bytes"] = 10**6
+    assert problem(checkup.disk(tmp_path, 2**20)) == (
+        f"{tmp_path}, 1 MB free",
+        "make room (`ktransformer models rm NAME`), or name another with KTRANSFORMER_CACHE",
+    )
+
+
+def test_a_disk_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path, num_bytes: int) -> tuple[float, float]:
+        raise PermissionError("not allowed")
+
+    monkeypatch.setattr(checkup, "_LEAST_FREE_DISK_BYTES", 0)
+    monkeypatch.setattr(checkup, "_disk_seconds", refused)
+    assert problem(checkup.disk(tmp_path, 2**20)) == (
+        f"{tmp_path} cannot be used (not allowed)",
+        "allow it, or name another with KTRANSFORMER_CACHE",
+    )
 
 
 def test_a_cache_directory_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("KTRANSFORMER_CACHE", str(tmp_path / "file" / "below"))
     checks = {check.name: check for check in checkup.checkup()}
-    assert "KTRANSFORMER_CACHE" in problem(checks["cache directory"])[1]
+    words, fix = problem(checks["cache directory"])
+    assert str(tmp_path / "file" / "below") in words
+    assert fix == "name a writable one with KTRANSFORMER_CACHE"
 
 
 # --- a cache at work
