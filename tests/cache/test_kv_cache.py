@@ -533,7 +533,7 @@ def test_tables_are_counted_and_shrink() -> None:
     cache = make_cache(memory_bytes=256 * 2**20)
     tables = [start(cache, [i] * 16) for i in range(300)]
     page_tables = 2 * 512 * 2 * 8  # page table and open table, 512 rows, two layers, 8 bytes
-    block_tables = 300 * (4 * 16 + 2 * (73 + 32))  # 16 tokens, two entries' room, the keys
+    block_tables = 300 * 2 * (4 * 16 + 73 + 32)  # two blocks: tokens, the key, an entry's room
     assert cache.stats().table_bytes == page_tables + block_tables
     for table in tables:
         assert table is not None
