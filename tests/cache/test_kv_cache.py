@@ -514,6 +514,25 @@ def test_a_request_in_vain_costs_nobody_a_prefix() -> None:
     assert cache.match([*PROMPT, 1]).num_tokens == 50
 
 
+@pytest.mark.parametrize("kv", ["full", "int8"])
+def test_a_row_that_the_filling_block_takes_asks_nobody_for_room(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache(FULL_GROUP, WINDOW_GROUP, kv=kv)
+    table, shared = start(cache, PROMPT), start(cache, [7] * 20)
+    assert table is not None
+    assert shared is not None
+    cache.fork(shared)
+    with monkeypatch.context() as full:
+        full.setattr(cache._residency, "could_hold", lambda num_bytes: False)
+        full.setattr(cache._residency, "charge", lambda num_bytes: False)
+        for token in range(13):  # the filling block has 2 rows of 16
+            assert append(cache, table, [token])
+        assert not append(cache, table, [13])  # a full one may need another extent
+        assert not append(cache, shared, [7])  # and a shared one is copied first
+    assert append(cache, table, [13])
+    assert_rows(cache, table, [*PROMPT, *range(14)])
+    cache.check_integrity()
+
+
 def test_a_drop_that_would_bare_what_a_window_let_go_is_refused() -> None:
     cache = make_cache(FULL_GROUP, WINDOW_GROUP)
     table = start(cache, [7] * 320)
@@ -533,7 +552,7 @@ def test_tables_are_counted_and_shrink() -> None:
     cache = make_cache(memory_bytes=256 * 2**20)
     tables = [start(cache, [i] * 16) for i in range(300)]
     page_tables = 2 * 512 * 2 * 8  # page table and open table, 512 rows, two layers, 8 bytes
-    block_tables = 300 * (4 * 16 + 2 * (73 + 32))  # 16 tokens, two entries' room, the keys
+    block_tables = 300 * 2 * (4 * 16 + 73 + 32)  # two blocks: tokens, the key, an entry's room
     assert cache.stats().table_bytes == page_tables + block_tables
     for table in tables:
         assert table is not None

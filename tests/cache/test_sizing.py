@@ -20,7 +20,7 @@ HYBRID = ModelGeometry((LayerGroup((0,), 2, 16, 16, 100), LayerGroup((1,), 2, 16
 
 
 def block_table(num_tokens: int, num_groups: int = 1) -> int:
-    return 4 * num_tokens + (num_tokens // 64 + 1) * (73 + 32 * num_groups)
+    return (num_tokens // 64 + 1) * (4 * 64 + 73 + 32 * num_groups)
 
 
 def test_full_blocks_and_one_that_fills() -> None:

@@ -37,7 +37,7 @@ def test_every_part_by_hand() -> None:
     full, int8 = found.forms
     assert (found.process_bytes, found.weight_bytes, found.workspace_bytes) == (PROCESS, 538 * MB, WORKSPACE)
     extent = 30 * 2 * 3 * 64 * 64 * 4
-    tables = 2 * 64 * 30 * 8 + 4 * 2048 + 33 * 105
+    tables = 2 * 64 * 30 * 8 + 33 * (4 * 64 + 105)
     assert (full.form, full.kv_bytes, full.table_bytes) == ("fp32", 33 * extent, tables)
     assert (int8.form, int8.kv_bytes, int8.table_bytes) == ("int8", 32 * 761_856 + 2 * extent, tables)
     assert full.total_bytes == PROCESS + 538 * MB + WORKSPACE + 33 * extent + tables

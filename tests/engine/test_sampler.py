@@ -15,8 +15,8 @@ from ktransformer2.engine.sampler import (
     SamplingState,
     _draw,
     _nucleus,
+    best_tokens,
     candidates,
-    finite_rows,
     sample,
 )
 from ktransformer2.engine.sampling import SamplingParams
@@ -24,6 +24,15 @@ from ktransformer2.engine.sampling import SamplingParams
 
 def state(prompt_ids: list[int] | None = None, index: int = 0, **params: Any) -> SamplingState:
     return SamplingState(SamplingParams(**params), prompt_ids or [], index)
+
+
+def sampled(logits: torch.Tensor, states: list[SamplingState]) -> list[SampledToken]:
+    """A row each, as a step of the engine has them."""
+    tokens = []
+    for row, (best, each) in enumerate(zip(best_tokens(logits), states, strict=True)):
+        assert best is not None
+        tokens.append(sample(logits, row, best, each))
+    return tokens
 
 
 def probabilities(values: list[float]) -> torch.Tensor:
@@ -37,13 +46,14 @@ def kept(logits: torch.Tensor, **params: Any) -> list[int]:
 
 def test_greedy_rows_take_the_largest_logit() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
-    assert sample(logits, [state(), state(), state()]) == [SampledToken(1), SampledToken(0), SampledToken(2)]
-    assert sample(logits[:0], []) == []
+    assert sampled(logits, [state(), state(), state()]) == [SampledToken(1), SampledToken(0), SampledToken(2)]
+    assert best_tokens(torch.tensor([[0.0, 2.0, 2.0], [-math.inf, 0.0, -0.0]])) == [1, 1]  # of equals the first
+    assert best_tokens(logits[:0]) == []
 
 
 def test_greedy_and_random_rows_share_a_batch() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [-50.0, 50.0, -50.0], [0.0, 0.0, 1.0]])
-    assert [t.token_id for t in sample(logits, [state(), state(temperature=1.0), state()])] == [1, 1, 2]
+    assert [t.token_id for t in sampled(logits, [state(), state(temperature=1.0), state()])] == [1, 1, 2]
 
 
 def test_presence_penalty_is_taken_once_and_frequency_penalty_each_time() -> None:
@@ -68,15 +78,15 @@ def test_repetition_penalty_counts_prompt_and_answer_and_pushes_both_signs_down(
 
 def test_penalties_come_before_the_greedy_choice() -> None:
     logits = torch.tensor([[2.0, 1.5]])
-    assert sample(logits, [state([0], repetition_penalty=2.0)]) == [SampledToken(1)]
+    assert sampled(logits, [state([0], repetition_penalty=2.0)]) == [SampledToken(1)]
 
 
 def test_a_bias_is_added_after_the_penalties_for_greedy_and_random_answers() -> None:
     logits = torch.tensor([[2.0, 1.5, 0.0]])
     biased = state([0], repetition_penalty=2.0, logit_bias={2: 1.75})
     assert biased.adjusted(logits[0]).tolist() == [1.0, 1.5, 1.75]
-    assert sample(logits, [biased]) == [SampledToken(2)]
-    assert sample(logits, [state(temperature=1.0, logit_bias={1: 100})]) == [SampledToken(1)]
+    assert sampled(logits, [biased]) == [SampledToken(2)]
+    assert sampled(logits, [state(temperature=1.0, logit_bias={1: 100})]) == [SampledToken(1)]
     assert logits.tolist() == [[2.0, 1.5, 0.0]]
 
 
@@ -98,7 +108,7 @@ def test_a_constraint_has_the_last_word_and_hears_of_every_token(temperature: fl
     constrained = state(temperature=temperature, constraint=OneAfterTheOther, logit_bias={3: 100}, logprobs=0)
     chosen = []
     for _ in range(3):
-        (token,) = sample(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), [constrained])
+        (token,) = sampled(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), [constrained])
         constrained.observe(token.token_id)
         chosen.append(token.token_id)
         assert token.logprob is not None
@@ -113,7 +123,7 @@ def test_temperature_divides_logits() -> None:
 
 def test_a_tiny_temperature_is_greedy_and_finite() -> None:
     logits = torch.tensor([[80.0, 80.5, -3e38]])
-    assert sample(logits, [state(temperature=1e-40)]) == [SampledToken(1)]
+    assert sampled(logits, [state(temperature=1e-40)]) == [SampledToken(1)]
 
 
 def test_top_k_keeps_the_k_largest() -> None:
@@ -171,7 +181,7 @@ def test_frequencies_follow_the_distribution() -> None:
     sampler = state(temperature=1.0, seed=1)
     counts = [0, 0, 0]
     for _ in range(2000):
-        counts[sample(logits, [sampler])[0].token_id] += 1
+        counts[sampled(logits, [sampler])[0].token_id] += 1
     for count, share in zip(counts, (0.6, 0.3, 0.1), strict=True):
         assert abs(count / 2000 - share) < 4 * math.sqrt(share * (1 - share) / 2000)
 
@@ -181,12 +191,12 @@ def test_frequencies_follow_the_distribution() -> None:
 def test_a_seed_decides_alone_whatever_shares_the_batch(others: list[float], place: int) -> None:
     logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(2))
     alone = state(temperature=1.0, top_p=0.9, seed=7)
-    expected = [sample(logits[i : i + 1], [alone])[0].token_id for i in range(8)]
+    expected = [sampled(logits[i : i + 1], [alone])[0].token_id for i in range(8)]
     batched = state(temperature=1.0, top_p=0.9, seed=7)
     states = [state(temperature=t) for t in others]
     place = min(place, len(states))
     states.insert(place, batched)
-    got = [sample(logits[i].repeat(len(states), 1), states)[place].token_id for i in range(8)]
+    got = [sampled(logits[i].repeat(len(states), 1), states)[place].token_id for i in range(8)]
     assert got == expected
 
 
@@ -203,7 +213,7 @@ def test_the_answers_of_one_request_draw_differently_and_reproducibly() -> None:
 
 def test_logprobs_are_of_the_raw_distribution() -> None:
     logits = probabilities([0.25, 0.5, 0.125, 0.125]).unsqueeze(0)
-    (token,) = sample(logits, [state([1], logprobs=2, repetition_penalty=100.0)])
+    (token,) = sampled(logits, [state([1], logprobs=2, repetition_penalty=100.0)])
     assert token.token_id == 0  # the penalty took the best one away, but not out of what is reported
     assert token.logprob is not None
     assert token.logprob.logprob == pytest.approx(math.log(0.25), abs=1e-6)
@@ -212,7 +222,7 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
 
 
 def test_logprobs_zero_gives_the_chosen_token_only() -> None:
-    (token,) = sample(torch.zeros(1, 4), [state(logprobs=0)])
+    (token,) = sampled(torch.zeros(1, 4), [state(logprobs=0)])
     assert token.logprob is not None
     assert token.logprob.top == ()
     assert token.logprob.logprob == pytest.approx(math.log(0.25))
@@ -226,7 +236,7 @@ def test_rows_that_cannot_be_sampled_from_are_named(vocab: int) -> None:
     logits[4] = -math.inf
     logits[4, vocab // 2] = math.nan
     logits[5, 0], logits[5, 1] = math.inf, -math.inf
-    assert finite_rows(logits) == [True, False, False, False, False, False]
+    assert best_tokens(logits) == [int(logits[0].argmax()), None, None, None, None, None]
 
 
 @pytest.mark.parametrize("masked", [-math.inf, torch.finfo(torch.float32).min])
@@ -244,10 +254,10 @@ def test_a_model_may_forbid_most_of_its_vocabulary(masked: float, params: dict[s
     logits = torch.full((1, 1000), masked)
     allowed = [7, 500, 999]
     logits[0, allowed] = torch.tensor([1.0, 3.0, 2.0])
-    assert finite_rows(logits) == [True]
+    assert best_tokens(logits) == [500]
     sampler = state([7, 8], **params)
     for _ in range(50):
-        (token,) = sample(logits, [sampler])
+        (token,) = sampled(logits, [sampler])
         assert token.token_id in allowed
         sampler.observe(token.token_id)
         if token.logprob is not None:
@@ -257,4 +267,4 @@ def test_a_model_may_forbid_most_of_its_vocabulary(masked: float, params: dict[s
 
 def test_a_penalty_that_makes_an_infinity_leaves_one_token() -> None:
     params = SamplingParams(temperature=1.0, min_p=0.1, repetition_penalty=1e-38, seed=1)
-    assert sample(torch.tensor([[3.0, 2.0, 1.0]]), [SamplingState(params, [1])]) == [SampledToken(1)]
+    assert sampled(torch.tensor([[3.0, 2.0, 1.0]]), [SamplingState(params, [1])]) == [SampledToken(1)]

@@ -74,6 +74,8 @@ def test_a_layer_says_what_it_is() -> None:
         "int8": 3 * (128 + 3 * 512),
         "int4": 3 * (192 + 3 * 256),
     }
+    for form, layer in shapes.items():  # a bias is read too, in fp32
+        assert Packer(form)(weight, normal(33)).weight_bytes == layer.weight_bytes + 4 * 33
 
 
 @pytest.mark.parametrize(

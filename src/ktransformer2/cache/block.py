@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 BLOCK, FIRST_ROW, ROWS, SHIFT = range(4)
 RELEASED = -1
+_TOKEN_BYTES = 4
 _KEY_BYTES = 32 + 33 + 8  # a SHA-256 digest, its object, its place in the list
 _ENTRY_BYTES = 16  # four int32; the array doubles, so up to twice that is held
 
@@ -85,8 +86,9 @@ def root_key(fingerprint: bytes, salt: bytes, plan: str, block_tokens: int) -> b
 
 
 def table_bytes(num_tokens: int, block_tokens: int, num_groups: int) -> int:
-    """About what a block table itself takes: 4 bytes a token, a key and an entry a block."""
-    return 4 * num_tokens + (num_tokens // block_tokens + 1) * (_KEY_BYTES + 2 * _ENTRY_BYTES * num_groups)
+    """About what a block table itself takes, by whole blocks: their tokens, a key and an entry each."""
+    block_bytes = _TOKEN_BYTES * block_tokens + _KEY_BYTES + 2 * _ENTRY_BYTES * num_groups
+    return (num_tokens // block_tokens + 1) * block_bytes
 
 
 def next_key(parent: bytes, tokens: bytes) -> bytes:

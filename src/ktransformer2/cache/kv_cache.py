@@ -226,6 +226,8 @@ class KVCache:
     def _charge(self, table: BlockTable, num_tokens: int) -> bool:
         """Count the table itself against the limit, as it will be with `num_tokens` more. False: no room, trimmed."""
         more = table.bytes_with(num_tokens, self.config.block_tokens) - table.charged_bytes
+        if more == 0:
+            return True
         if more > 0 and not self._residency.charge(more):
             self._edits.trim(table, table.num_tokens)
             return False

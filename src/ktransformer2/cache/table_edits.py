@@ -25,12 +25,33 @@ class TableEdits:
 
     def extend(self, table: BlockTable, num_tokens: int) -> bool:
         """Entries for `num_tokens` more rows in every group. False: no room, nothing has changed."""
+        if self._fill(table, num_tokens):  # nearly every decode
+            return True
         if not self._residency.could_hold(self._bytes_to_extend(table, num_tokens)):
             return False  # known before the first eviction, so that a request in vain costs nobody's prefix
         for store, group_table in zip(self._residency.stores, table.groups, strict=True):
             if not self._extend_group(table, group_table, store, num_tokens):
                 self.trim(table, table.num_tokens)
                 return False
+        return True
+
+    def _fill(self, table: BlockTable, num_tokens: int) -> bool:
+        """Entries for rows that the filling blocks take as they are, without being full then: nobody is asked for room.
+
+        False: not all groups can, and nothing has changed.
+        """
+        filling = []
+        for store, group_table in zip(self._residency.stores, table.groups, strict=True):
+            if not group_table.open_entry:
+                return False
+            block, rows = self._last_entry(group_table, store)
+            is_closed = block.extent and not store.seals_in_place
+            if is_closed or block.references > 1 or rows + num_tokens >= self._block_tokens:
+                return False
+            filling.append((group_table, block, rows + num_tokens))
+        for group_table, block, rows in filling:
+            block.rows = rows
+            group_table.entries[-1, ROWS] = rows
         return True
 
     def _bytes_to_extend(self, table: BlockTable, num_tokens: int) -> int:
@@ -263,10 +284,13 @@ class TableEdits:
         """Sealed blocks out of a rollback's reach give back their rows as computed; `num_new` came in this step."""
         reach = table.num_tokens - table.rollback_tokens
         for store, group_table in zip(self._residency.stores, table.groups, strict=True):
+            if store.seals_in_place:
+                continue
             end = table.num_tokens
-            for block_id, _, rows, _ in group_table.entries[::-1].tolist():
+            for entry in group_table.entries[::-1]:
+                block_id, _, rows, _ = entry.tolist()
                 # What ends a block before the reach of the step before was dropped then.
-                if store.seals_in_place or block_id == RELEASED or end <= reach - num_new - self._block_tokens:
+                if block_id == RELEASED or end <= reach - num_new - self._block_tokens:
                     break
                 block = store.block(block_id)
                 if end <= reach and block.references == 1:  # a fork may still reach it; the last one to leave drops it
@@ -290,7 +314,8 @@ class TableEdits:
     @staticmethod
     def _last_entry(group_table: GroupTable, store: BlockStore) -> tuple[Block, int]:
         """The last entry's block and rows."""
-        return store.block(int(group_table.entries[-1, BLOCK])), int(group_table.entries[-1, ROWS])
+        block_id, _, rows, _ = group_table.entries[-1].tolist()
+        return store.block(block_id), rows
 
     @staticmethod
     def _last_block(group_table: GroupTable, store: BlockStore) -> Block | None:

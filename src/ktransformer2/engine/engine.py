@@ -26,7 +26,7 @@ from ktransformer2.config import EngineConfig
 from ktransformer2.engine.admission import Admission
 from ktransformer2.engine.detokenizer import Vocabulary
 from ktransformer2.engine.outputs import EngineStats, RequestOutput, StreamChunk
-from ktransformer2.engine.sampler import SampledToken, SamplingState, finite_rows, sample
+from ktransformer2.engine.sampler import SampledToken, best_tokens, sample
 from ktransformer2.engine.sampling import SamplingParams
 from ktransformer2.engine.scheduler import Scheduler, Step, Work
 from ktransformer2.engine.sequence import Request, Sequence
@@ -170,19 +170,17 @@ class Engine:
 
         The last row of a chunk in the middle of a prompt has logits too: what is not finite must not be published.
         """
-        finite = finite_rows(logits)
-        rows: list[int] = []
-        states: list[SamplingState] = []
-        counts: list[int] = []
-        for row, work in enumerate(step.work):
-            ends = finite[row] and len(work.token_ids) == work.sequence.num_remaining
-            going_on = [work.sequence, *work.sequence.request.heirs(work.sequence)] if ends else []
-            rows += [row] * len(going_on)
-            states += [sequence.sampling for sequence in going_on]
-            counts.append(len(going_on))
-        chosen = logits if rows == list(range(len(step.work))) else logits[rows]
-        tokens = iter(sample(chosen, states))
-        return [[next(tokens) for _ in range(n)] if ok else None for n, ok in zip(counts, finite, strict=True)]
+        sampled: list[list[SampledToken] | None] = []
+        for row, (work, best) in enumerate(zip(step.work, best_tokens(logits), strict=True)):
+            sequence = work.sequence
+            if best is None:
+                sampled.append(None)
+            elif len(work.token_ids) < sequence.num_remaining:
+                sampled.append([])
+            else:
+                going_on = (sequence, *sequence.request.heirs(sequence))
+                sampled.append([sample(logits, row, best, each.sampling) for each in going_on])
+        return sampled
 
     def _publish(self, step: Step, sampled: list[list[SampledToken] | None]) -> list[StreamChunk]:
         failed: dict[Request, KTransformerError] = {s.request: self._admission.starved(s) for s in step.starved}
@@ -217,14 +215,12 @@ class Engine:
             if each is not sequence and each.finish_reason is None:
                 self._scheduler.branch(sequence, each)
             logprobs = () if token.logprob is None else (token.logprob,)
-            news = StreamChunk(
-                request.request_id, each.index, text, (token.token_id,), logprobs, prefill, cached_tokens
-            )
-            chunks.append(dataclasses.replace(news, finish_reason=each.finish_reason))
+            news = (request.request_id, each.index, text, (token.token_id,), logprobs, prefill, cached_tokens)
+            chunks.append(StreamChunk(*news, finish_reason=each.finish_reason))
         for each in receivers:
             if each.finish_reason is not None:
                 self._scheduler.stop(each)
-        if request.is_finished:
+        if chunks[-1].finish_reason is not None and request.is_finished:
             self._stats.num_finished += 1
             chunks[-1] = dataclasses.replace(chunks[-1], output=self._leave(request))
         return chunks

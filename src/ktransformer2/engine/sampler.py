@@ -5,7 +5,7 @@ Order of operations, as vLLM has it (`transformers` differs only in taking min_p
     logit bias -> constraint -> temperature 0: the largest logit | temperature -> min_p -> top_k -> top_p -> one draw
 
 Every random row is worked out alone and draws exactly one number per token from its own generator, so an answer depends
-on its seed and its logits, never on which other requests share the step. Greedy rows with none of these take one call.
+on its seed and its logits, never on which other requests share the step. What is best of all rows is found in one call.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from ktransformer2.engine.outputs import TokenLogprob
@@ -26,8 +26,7 @@ from ktransformer2.engine.sampling import SamplingParams
 _NUCLEUS_LOOKS = (1024, 8192)
 
 
-@dataclass(frozen=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     token_id: int
     logprob: TokenLogprob | None = None
 
@@ -48,6 +47,7 @@ class SamplingState:
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], index: int = 0) -> None:
         """`index` is the answer's number among `params.n`."""
         self.params = params
+        self.is_plain = params.is_plain
         self.penalties = Penalties(params, prompt_ids) if params.has_penalties else None
         self._constraint = None if params.constraint is None else params.constraint()
         self._seed = secrets.randbits(63) if params.seed is None else _seed_of(params.seed, index)
@@ -119,43 +119,32 @@ class Penalties:
         return self._seen, self._counts
 
 
-def finite_rows(logits: torch.Tensor) -> list[bool]:
-    """Which rows of [N, V] can be sampled from: no NaN, no +inf, and a finite logit somewhere.
+def best_tokens(logits: torch.Tensor) -> list[int | None]:
+    """The token of the largest logit of each row of [N, V], the first of equals. None: it cannot be sampled from.
 
-    -inf beside finite logits is a model's way to forbid a token.
+    That is a row with NaN or +inf, or without a finite logit; -inf beside finite ones is a model's way to forbid a
+    token.
     """
-    # The largest of a row is NaN where one is, +inf where one is, and -inf only where all are: a single pass.
-    finite: list[bool] = logits.amax(dim=-1).isfinite().tolist()
-    return finite
+    rows = logits.numpy()  # its argmax takes 0.2 ms for 32 rows of 49k, that of torch 3.7
+    best = rows.argmax(axis=-1)
+    # What it finds is NaN where one is, +inf where one is, and -inf only where all are: a single pass says both.
+    finite = np.isfinite(rows[np.arange(len(rows)), best])
+    return [token_id if ok else None for token_id, ok in zip(best.tolist(), finite.tolist(), strict=True)]
 
 
-def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
-    """The next token of every answer from fp32 logits [N, V].
+def sample(logits: torch.Tensor, row: int, best: int, state: SamplingState) -> SampledToken:
+    """The next token of an answer from a row of fp32 logits [N, V], whose largest is that of the token `best`.
 
-    Side effects: one number is drawn from the generator of every answer that is not greedy.
+    Side effect: one number is drawn from the generator of an answer that is not greedy.
     """
-    plain = [i for i, state in enumerate(states) if state.params.is_plain]
-    tokens = dict(zip(plain, _argmax(logits, plain), strict=True))
-    return [
-        SampledToken(
-            token_id := tokens[i] if i in tokens else _sample_alone(logits[i], state),
-            _logprob(logits[i], token_id, state.params.logprobs),
-        )
-        for i, state in enumerate(states)
-    ]
+    token_id = best if state.is_plain else _choose(state.adjusted(logits[row]), state)
+    num_top = state.params.logprobs
+    return SampledToken(token_id, None if num_top is None else _logprob(logits[row], token_id, num_top))
 
 
-def _argmax(logits: torch.Tensor, rows: list[int]) -> Iterable[int]:
-    if len(rows) < logits.shape[0]:
-        logits = logits[rows]
-    best: list[int] = logits.argmax(dim=-1).tolist() if rows else []
-    return best
-
-
-def _sample_alone(logits: torch.Tensor, state: SamplingState) -> int:
-    logits = state.adjusted(logits)
+def _choose(logits: torch.Tensor, state: SamplingState) -> int:
     if state.params.is_greedy:
-        return int(logits.argmax())
+        return int(logits.numpy().argmax())
     values, token_ids = candidates(logits, state.params)
     return int(token_ids[_draw(values, state.uniform())])
 
@@ -199,9 +188,7 @@ def _draw(values: torch.Tensor, uniform: float) -> int:
     return min(int(place), values.shape[0] - 1)
 
 
-def _logprob(logits: torch.Tensor, token_id: int, num_top: int | None) -> TokenLogprob | None:
-    if num_top is None:
-        return None
+def _logprob(logits: torch.Tensor, token_id: int, num_top: int) -> TokenLogprob:
     logprobs = logits.log_softmax(dim=-1)
     best, token_ids = logprobs.topk(min(num_top, logprobs.shape[0]))
     top = tuple(zip(token_ids.tolist(), best.tolist(), strict=True))

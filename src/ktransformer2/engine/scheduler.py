@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ktransformer2.cache.kv_cache import KVCache
 from ktransformer2.config import EngineConfig
@@ -25,8 +26,7 @@ _FETCH_AHEAD = 8
 _MOST_STARVING = 3000
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """What one sequence computes in a step: its next tokens. Room for them is allocated."""
 
     sequence: Sequence
@@ -87,8 +87,10 @@ class Scheduler:
         self._cache.receive()
         self._fetch_ahead()
         step = Step(self._max_step_tokens)
-        decoding = [sequence for sequence in self.running if sequence.is_decoding]
-        reading = [sequence for sequence in self.running if not sequence.is_decoding]
+        decoding: list[Sequence] = []
+        reading: list[Sequence] = []
+        for sequence in self.running:
+            (decoding if sequence.is_decoding else reading).append(sequence)
         for sequence in decoding + reading:
             self._grow(sequence, step)
         if step.num_preempted == 0:  # else what was just freed would be taken by those who had to give it
@@ -123,6 +125,8 @@ class Scheduler:
 
     def _fetch_ahead(self) -> None:
         """Ask the tiers for what the next in the queue lack."""
+        if not self.waiting:
+            return
         room = self._capacity_tokens - sum(len(sequence.token_ids) for sequence in self.running)
         for sequence in self.waiting[:_FETCH_AHEAD]:
             room -= len(sequence.token_ids)

@@ -66,7 +66,7 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        return self.num_new > 0 and self.num_remaining == 1
+        return self.num_remaining == 1 and self.num_new > 0
 
     def advance(self, sampled: SampledToken, end_tokens: Set[int]) -> str:
         """Take the next token; the text that it settles. Side effect: `finish_reason` is set when it is the last."""

@@ -38,7 +38,7 @@ class PackedLinear:
     def __init__(self, matrix: PackedMatrix) -> None:
         self.matrix = matrix
         self.in_features, self.out_features = matrix.num_inputs, matrix.num_outputs
-        self.weight_bytes = matrix.tiles.nbytes
+        self.weight_bytes = matrix.tiles.nbytes + (0 if matrix.bias is None else matrix.bias.nbytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return multiply(x, self.matrix)
@@ -50,7 +50,7 @@ class DenseLinear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
         self.out_features, self.in_features = weight.shape
-        self.weight_bytes = weight.nbytes
+        self.weight_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return multiply_dense(x, self.weight, self.bias)
