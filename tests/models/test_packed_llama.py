@@ -16,7 +16,7 @@ from torch import nn
 
 from ktransformer2 import LLM, SamplingParams
 from ktransformer2.errors import ConfigError, ModelFileError, UnsupportedModelError
-from ktransformer2.models import demo, loading, weight_choice
+from ktransformer2.models import demo, weight_choice
 from ktransformer2.models.footprint import ModelFootprint
 from ktransformer2.models.hf import HFModel
 from ktransformer2.models.hollow import hollow_model
@@ -114,7 +114,7 @@ def test_a_quantised_file_computes_with_the_codes_it_has(
     assert (dense.weights, coded.weights) == ("dense", form)
     assert isinstance(coded, PackedLlama)
     every = torch.arange(40)
-    assert torch.equal(coded._table.rows(every), dense.model.get_input_embeddings().weight)
+    assert torch.equal(coded._table.rows(every), dense.model.get_input_embeddings().get_parameter("weight"))
     prompt = [list(range(3, 30))]
     found, exact = (_last_logits(model, prompt) for model in (coded, dense))
     assert 0 < float((found - exact).norm() / exact.norm()) < 0.05  # of rows that are coded, not of weights
@@ -182,7 +182,7 @@ def test_what_cannot_be_packed_is_refused_by_name_and_dense_by_itself(tmp_path: 
     with pytest.raises(ConfigError, match="weights='int5' is not allowed; allowed: dense, auto, bf16, int8, int4"):
         load_model(model_folder, weights="int5")
     with pytest.raises(UnsupportedModelError, match="made up and stay dense"):
-        demo._from_source("random", "auto", None, loading.WeightChoice("int8"))
+        demo._from_source("random", "auto", None, weight_choice.WeightChoice("int8"))
 
 
 def _without_a_norm(held: dict[str, torch.Tensor]) -> None:

@@ -61,7 +61,7 @@ def demo_model(
 
 
 def _from_source(source: str, dtype: str, wheel: Path | None, choice: WeightChoice) -> LoadedModel:
-    how = {"dtype": dtype, "runner": choice.runner, "weights": choice.weights}
+    how: dict[str, Any] = {"dtype": dtype, "runner": choice.runner, "weights": choice.weights}
     if source == "hub":
         found = load_model(HUB_NAME, **how)
         return LoadedModel(found.model, found.tokenizer, f"{HUB_NAME} from the hub")

@@ -138,9 +138,10 @@ def quantized(weight: torch.Tensor, form: PackedForm, name: str = "a weight") ->
 
     Raises ModelError, which calls it `name`, where it holds NaN or Inf, or values beyond what fp16 scales reach.
     """
-    pieces = weight.split(max(1, _QUANTIZED_ELEMENTS // weight.shape[1]))
-    if len(pieces) > 1:
-        coded_pieces = [quantized(piece, form, name) for piece in pieces]
+    at_once = max(1, _QUANTIZED_ELEMENTS // weight.shape[1])
+    if len(weight) > at_once:
+        starts = range(0, len(weight), at_once)
+        coded_pieces = [quantized(weight[start : start + at_once], form, name) for start in starts]
         codes, scales = (torch.cat([getattr(each, part) for each in coded_pieces]) for part in ("codes", "scales"))
         return CodedWeights(form, weight.shape[1], codes, scales)
     values = pad(weight.float(), (0, -weight.shape[1] % GROUP_INPUTS))

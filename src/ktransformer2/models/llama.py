@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -43,7 +43,8 @@ class Products(Protocol):
         ...
 
 
-class _Projection(NamedTuple):
+@dataclass(frozen=True)
+class _Projection:
     """A weight [out, in] of one module, or of several one under the other, and their biases [out]."""
 
     weight: torch.Tensor
@@ -51,7 +52,7 @@ class _Projection(NamedTuple):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, out]."""
-        return linear(x, *self)
+        return linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True)

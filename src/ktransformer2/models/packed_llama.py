@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import NoReturn
 
 import torch
@@ -52,7 +51,7 @@ class PackedLlama(LlamaModel):
             self._refuse("its modules were changed, by an adapter or a hook")
         return self
 
-    def original_attention(self) -> AbstractContextManager[PreTrainedModel]:
+    def original_attention(self) -> NoReturn:
         """Raises UnsupportedModelError: there is no model behind it that computes."""
         self._refuse("the modules of transformers are asked for")
 
@@ -113,7 +112,7 @@ def _fill(hollow: PreTrainedModel, tensors: PackedTensors) -> None:
     """Norms and biases get the values that the files have."""
     held = dict(hollow.named_parameters())
     for name, module in hollow.named_modules():
-        if isinstance(module, torch.nn.Linear) and module.bias is None and f"{name}.bias" in tensors:
+        if isinstance(module, torch.nn.Linear) and getattr(module, "bias", None) is None and f"{name}.bias" in tensors:
             raise ModelFileError(f"the files hold {name}.bias, which the model does not have")
     with torch.no_grad():
         for name, parameter in held.items():

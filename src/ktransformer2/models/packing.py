@@ -12,7 +12,6 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -160,7 +159,8 @@ def form_among(asked: str, own: Callable[[str], str], *names: str) -> str:
 def matrix_bytes(form: str, num_outputs: int, num_inputs: int) -> int:
     """Bytes of a layer's weights in int8, int4, fp32, bf16 or fp16."""
     if form == "int8" or form == "int4":
-        return prod(tiles_shape(form, num_outputs, num_inputs))
+        tiles, tile_bytes = tiles_shape("int8" if form == "int8" else "int4", num_outputs, num_inputs)
+        return tiles * tile_bytes
     return num_outputs * num_inputs * _DTYPE_OF[form].itemsize
 
 
