@@ -48,7 +48,7 @@ def test_nothing_said_is_every_default(resolve: Resolve) -> None:
     assert TierConfig.load(found.tier_values) == TierConfig()
     assert set(found.origins.values()) == {"default"}
     names = {f.name for config in (CacheConfig, EngineConfig, TierConfig) for f in dataclasses.fields(config)}
-    assert set(found.values) == names - {"memory_bytes"} | {"model", "dtype", "runner", "memory"}
+    assert set(found.values) == names - {"memory_bytes"} | {"model", "dtype", "runner", "weights", "memory"}
 
 
 def test_flag_environment_project_user_default_in_this_order(resolve: Resolve) -> None:

@@ -1,9 +1,9 @@
 """Every knob's value and where it came from: flag > KTRANSFORMER_* > project TOML > user TOML > default.
 
 The knobs are the fields of `CacheConfig`, `EngineConfig` and `TierConfig`, with `memory` ("auto" or a size) for
-`memory_bytes`, and what a command loads: `model`, `dtype` and `runner`. The project's TOML is `ktransformer.toml` in
-the current folder, else `[tool.ktransformer]` of `pyproject.toml` there; the user's is `config.toml` in the user's
-config directory.
+`memory_bytes`, and what a command loads: `model`, `dtype`, `runner` and `weights`. The project's TOML is
+`ktransformer.toml` in the current folder, else `[tool.ktransformer]` of `pyproject.toml` there; the user's is
+`config.toml` in the user's config directory.
 
 `merge` is pure; `resolve` reads the files and the environment first. Knows no model and no cache.
 Invariant: a key that nobody knows is an error that names its place and the nearest name; it is never passed over.
@@ -57,6 +57,14 @@ class StartConfig:
         "model fits exactly)",
         cost="transformers: slower steps, the modules of transformers themselves",
         chosen_by="bench overhead: lean_vs_transformers_decode_512",
+    )
+    weights: str = knob(
+        "dense",
+        "the form in which weights stay in memory: dense (tensors in dtype), auto (the codes of a quantised GGUF file "
+        "as they are, else dense), or packed as bf16, int8 or int4 for the lean runner",
+        cost="dense: more memory, and more to read for every token; int4: answers differ a little; packing takes a "
+        "while at the start",
+        chosen_by="convention",
     )
     memory: str = knob(
         "auto",

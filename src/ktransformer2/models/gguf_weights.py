@@ -18,9 +18,11 @@ from torch.nn.functional import pad
 
 from ktransformer2.errors import ModelError, ModelFileError, UnsupportedModelError
 from ktransformer2.kernels.linear import GROUP_INPUTS, CodedWeights, PackedForm
+from ktransformer2.memory.mapping import MappedFiles
 from ktransformer2.models.weight_files import check_gguf
 
 Weight = torch.Tensor | CodedWeights
+_QUANTIZED_ELEMENTS = 2**22  # at once: the package makes several fp32 copies of what it codes
 # Architecture: whether the rows of Q and K are interleaved.
 _ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -39,6 +41,7 @@ _OF_A_LAYER = {
 }
 _ROPE_FACTORS = "rope_freqs.weight"  # no weight: what the config's rope says, worked out
 _DENSE = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
+_FORM_OF_DENSE = {Kind.F32: "fp32", Kind.F16: "fp16", Kind.BF16: "bf16"}
 _KIND_OF_FORM: dict[PackedForm, Kind] = {"int8": Kind.Q8_0, "int4": Kind.Q4_1}
 
 
@@ -53,6 +56,7 @@ class GgufWeights:
             self._reader = gguf.GGUFReader(path, mode="c")  # pages are shared until they are written, which nobody does
         except Exception as error:  # whatever a header that is well formed but senseless may set off in the library
             raise ModelFileError(f"{path}: its header cannot be read ({type(error).__name__}: {error})") from error
+        self._files = MappedFiles()
         architecture = self._value("general.architecture")
         if architecture not in _ARCHITECTURES:
             raise UnsupportedModelError(
@@ -83,6 +87,18 @@ class GgufWeights:
             raise ModelFileError(f"{self._path}: {name} has {size} rows, which {heads} heads do not divide")
         order = torch.arange(size).view(heads, -1, 2).transpose(1, 2).flatten()
         return found.rows(order) if isinstance(found, CodedWeights) else found[order]
+
+    def form(self, name: str) -> str:
+        """What `weight` comes in for a matrix, by its kind alone. Raises ModelFileError where it is missing."""
+        if name not in self._tensors:
+            raise ModelFileError(f"{self._path}: holds no {name}")
+        kind = self._tensors[name].tensor_type
+        return _FORM_OF_DENSE.get(kind, "int4" if kind in (Kind.Q4_1, Kind.Q4_0, Kind.Q4_K) else "int8")
+
+    def let_go(self, name: str) -> None:
+        """The pages of the file that hold it are not held any more; a touch reads them again."""
+        data = self._tensors[name].data
+        self._files.forget(data.ctypes.data, data.nbytes)
 
     def _stored(self, name: str, tensor: gguf.ReaderTensor) -> Weight:
         """The tensor in the file's own order of rows."""
@@ -122,6 +138,12 @@ def quantized(weight: torch.Tensor, form: PackedForm, name: str = "a weight") ->
 
     Raises ModelError, which calls it `name`, where it holds NaN or Inf, or values beyond what fp16 scales reach.
     """
+    at_once = max(1, _QUANTIZED_ELEMENTS // weight.shape[1])
+    if len(weight) > at_once:
+        starts = range(0, len(weight), at_once)
+        coded_pieces = [quantized(weight[start : start + at_once], form, name) for start in starts]
+        codes, scales = (torch.cat([getattr(each, part) for each in coded_pieces]) for part in ("codes", "scales"))
+        return CodedWeights(form, weight.shape[1], codes, scales)
     values = pad(weight.float(), (0, -weight.shape[1] % GROUP_INPUTS))
     if not torch.isfinite(values).all():
         raise ModelError(f"{name}: holds NaN or Inf; it cannot be packed")

@@ -64,6 +64,7 @@ class HFModel:
     """
 
     runner = "transformers"  # whose forward pass a step is
+    weights: str = "dense"  # the form of its weights
 
     def __init__(self, model: PreTrainedModel, weights_hash: bytes | None = None) -> None:
         refuse_unservable(model.config)

@@ -11,10 +11,10 @@ Knows no request and no block's life. Invariant: only models of which `llama_fit
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -29,11 +29,22 @@ from ktransformer2.layout import ModelGeometry
 from ktransformer2.memory.mapping import MappedFiles
 from ktransformer2.models.batch import FlatBatch
 from ktransformer2.models.hf import NO_HOOK, HFModel
-from ktransformer2.models.llama_fit import unfit
+from ktransformer2.models.llama_fit import misfit, unfit
 from ktransformer2.models.model_state import model_state
 
+Product = Callable[[torch.Tensor], torch.Tensor]  # [T, in] -> [T, out]
 
-class _Projection(NamedTuple):
+
+class Products(Protocol):
+    """Where the lean pass gets its products from."""
+
+    def layer(self, *names: str) -> Product:
+        """The product with the weights of these modules one under the other, and their biases."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Projection:
     """A weight [out, in] of one module, or of several one under the other, and their biases [out]."""
 
     weight: torch.Tensor
@@ -41,7 +52,7 @@ class _Projection(NamedTuple):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, out]."""
-        return linear(x, *self)
+        return linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
@@ -52,11 +63,11 @@ class _Layer:
     attention: AttentionParams
     attention_norm: torch.Tensor
     head_norms: HeadNorms | None
-    qkv: _Projection
-    attention_out: _Projection
+    qkv: Product
+    attention_out: Product
     mlp_norm: torch.Tensor
-    gate_up: _Projection
-    mlp_out: _Projection
+    gate_up: Product
+    mlp_out: Product
 
 
 class LlamaModel(HFModel):
@@ -68,8 +79,11 @@ class LlamaModel(HFModel):
 
     runner = "lean"
 
-    def __init__(self, model: PreTrainedModel, weights_hash: bytes | None = None) -> None:
-        if reason := unfit(model):
+    def __init__(
+        self, model: PreTrainedModel, weights_hash: bytes | None = None, products: Products | None = None
+    ) -> None:
+        """`products`: of a hollow model, whose matrices lie elsewhere; None: of the model's own tensors."""
+        if reason := (unfit if products is None else misfit)(model):
             raise UnsupportedModelError(f"the lean runner does not compute {type(model).__name__}: {reason}")
         super().__init__(model, weights_hash)
         inner: Any = model.model  # transformers leaves its modules' attributes untyped
@@ -77,11 +91,10 @@ class LlamaModel(HFModel):
         self._embeddings: torch.Tensor = inner.embed_tokens.weight.detach()
         self._frequencies: torch.Tensor = inner.rotary_emb.inv_freq.float()
         self._rotary_scale: float = inner.rotary_emb.attention_scaling
-        files = MappedFiles()
-        self._layers = [_layer(layer, self.geometry, files) for layer in inner.layers]
+        source = _OwnTensors(model) if products is None else products
+        self._layers = [_layer(layer, self.geometry, source) for layer in inner.layers]
         self._norm: torch.Tensor = inner.norm.weight.detach()
-        head = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # unannotated there
-        self._head = _projection([head], files)
+        self._head = source.layer("lm_head")
         # Fused products need not give the bits of single ones.
         self.fingerprint = hashlib.sha256(self.fingerprint + self.runner.encode()).digest()
         self._state = model_state(model, NO_HOOK)
@@ -98,7 +111,7 @@ class LlamaModel(HFModel):
         """Logits fp32 [N, vocab_size] of `batch.logit_rows`. Side effect: K and V are stored in every layer."""
         with torch.inference_mode():
             rotation = self._rotation(batch.positions)
-            residual = embedding(batch.token_ids, self._embeddings)  # [T, hidden]
+            residual = self._embedded(batch.token_ids)  # [T, hidden]
             x = rms_norm(residual, self._layers[0].attention_norm, self._eps)
             for layer, after in pairwise([*self._layers, None]):
                 assert layer is not None, "only what comes after the last layer is None"
@@ -109,6 +122,9 @@ class LlamaModel(HFModel):
                 x = layer.mlp_out(silu_multiply(layer.gate_up(x)))
                 x = rms_norm(x, self._norm if after is None else after.attention_norm, self._eps, residual)
             return self._head(x).float()  # [N, vocab]
+
+    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return embedding(token_ids, self._embeddings)
 
     def _rotation(self, positions: torch.Tensor) -> Rotation:
         angles = positions.float().unsqueeze(1) * self._frequencies  # [T, D/2]
@@ -133,9 +149,16 @@ def _attention(layer: _Layer, x: torch.Tensor, batch: FlatBatch, rotation: Rotat
     return paged_attention(q, k, v, kv, column, layer.attention).flatten(1)
 
 
-def _layer(module: Any, geometry: ModelGeometry, files: MappedFiles) -> _Layer:
-    """Side effect: the module's weights become rows of the fused ones."""
-    attention, mlp = module.self_attn, module.mlp
+def products_of(layer: int) -> tuple[tuple[str, ...], ...]:
+    """The modules of each product of a layer: queries, keys and values; attention's out; gate and up; the MLP's out."""
+    at = f"model.layers.{layer}"
+    qkv = (f"{at}.self_attn.q_proj", f"{at}.self_attn.k_proj", f"{at}.self_attn.v_proj")
+    return qkv, (f"{at}.self_attn.o_proj",), (f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"), (f"{at}.mlp.down_proj",)
+
+
+def _layer(module: Any, geometry: ModelGeometry, source: Products) -> _Layer:
+    attention = module.self_attn
+    qkv, attention_out, gate_up, mlp_out = products_of(attention.layer_idx)
     group, column = geometry.layer_place[attention.layer_idx]
     norms = None
     if (q_norm := getattr(attention, "q_norm", None)) is not None:
@@ -148,29 +171,36 @@ def _layer(module: Any, geometry: ModelGeometry, files: MappedFiles) -> _Layer:
         ),
         attention_norm=module.input_layernorm.weight.detach(),
         head_norms=norms,
-        qkv=_projection([attention.q_proj, attention.k_proj, attention.v_proj], files),
-        attention_out=_projection([attention.o_proj], files),
+        qkv=source.layer(*qkv),
+        attention_out=source.layer(*attention_out),
         mlp_norm=module.post_attention_layernorm.weight.detach(),
-        gate_up=_projection([mlp.gate_proj, mlp.up_proj], files),
-        mlp_out=_projection([mlp.down_proj], files),
+        gate_up=source.layer(*gate_up),
+        mlp_out=source.layer(*mlp_out),
     )
 
 
-def _projection(modules: Sequence[nn.Linear], files: MappedFiles) -> _Projection:
-    """One projection for all of `modules`. Side effect: the tensors of several become rows of its own, and the pages of
-    `files` that held them are let go."""
-    weight: torch.Tensor = modules[0].weight.detach()
-    bias = None if modules[0].bias is None else modules[0].bias.detach()
-    if len(modules) == 1:
-        return _Projection(weight, bias)
-    weight = torch.cat([module.weight.detach() for module in modules])  # [sum of outputs, in]
-    if bias is not None:
-        bias = torch.cat([module.bias.detach() for module in modules])
-    start = 0
-    for module in modules:
-        rows = slice(start, start := start + module.out_features)
-        files.forget(module.weight.data_ptr(), module.weight.nbytes)
-        module.weight = nn.Parameter(weight[rows], requires_grad=False)
+class _OwnTensors:
+    """Products with the tensors of the model's own modules."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self._files = model, MappedFiles()
+
+    def layer(self, *names: str) -> _Projection:
+        """Side effect: the tensors of several modules become rows of one, and the pages of files that held them are let
+        go."""
+        modules: list[Any] = [self._model.get_submodule(name) for name in names]
+        weight: torch.Tensor = modules[0].weight.detach()
+        bias = None if modules[0].bias is None else modules[0].bias.detach()
+        if len(modules) == 1:
+            return _Projection(weight, bias)
+        weight = torch.cat([module.weight.detach() for module in modules])  # [sum of outputs, in]
         if bias is not None:
-            module.bias = nn.Parameter(bias[rows], requires_grad=False)
-    return _Projection(weight, bias)
+            bias = torch.cat([module.bias.detach() for module in modules])
+        start = 0
+        for module in modules:
+            rows = slice(start, start := start + module.out_features)
+            self._files.forget(module.weight.data_ptr(), module.weight.nbytes)
+            module.weight = nn.Parameter(weight[rows], requires_grad=False)
+            if bias is not None:
+                module.bias = nn.Parameter(bias[rows], requires_grad=False)
+        return _Projection(weight, bias)

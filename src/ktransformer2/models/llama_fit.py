@@ -25,6 +25,13 @@ _DTYPES = {torch.float32, torch.bfloat16}
 
 def unfit(model: PreTrainedModel) -> str:
     """Why the lean runner does not compute this model; empty: it does."""
+    if any(tensor.device.type != "cpu" for tensor in (*model.parameters(), *model.buffers())):
+        return misfit(model) or "not all of it lies in host memory"
+    return misfit(model)
+
+
+def misfit(model: PreTrainedModel) -> str:
+    """`unfit`, wherever its tensors lie: of a hollow model too."""
     return next(_reasons(model), "")
 
 
@@ -35,9 +42,6 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
         yield f"{kind.__name__} is none of {', '.join(sorted(_CLASSES))}"
         return
     yield from _config_reasons(config)
-    tensors = (*model.parameters(), *model.buffers())
-    if any(tensor.device.type != "cpu" for tensor in tensors):
-        yield "not all of it lies in host memory"
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if len(dtypes) > 1 or not dtypes <= _DTYPES:
         yield f"its weights are {', '.join(sorted(map(str, dtypes)))}"

@@ -13,18 +13,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from ktransformer2.errors import ConfigError, ModelError, ModelFileError, ModelNotFoundError, UnsupportedModelError
 from ktransformer2.models import hub
-from ktransformer2.models.fingerprint import hash_files
+from ktransformer2.models.fingerprint import hash_file, hash_files
 from ktransformer2.models.gguf_conversion import converted
 from ktransformer2.models.hf import HFModel
 from ktransformer2.models.llama import LlamaModel
 from ktransformer2.models.llama_fit import unfit
+from ktransformer2.models.packed_llama import PackedLlama
 from ktransformer2.models.probe import refuse_unservable
 from ktransformer2.models.registry import quiet_transformers
 from ktransformer2.models.store import hash_memory
+from ktransformer2.models.weight_choice import WeightChoice
 from ktransformer2.models.weight_files import PICKLED_SUFFIXES, checked_weights, weight_paths
 from ktransformer2.models.weights import read_weights
 
@@ -34,7 +43,6 @@ _DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
 }
-RUNNERS = ("auto", "lean", "transformers")
 _FAST_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 _HUB_GGUF = re.compile(r"([\w.-]+/[\w.-]+)/(.+\.gguf)")
@@ -54,6 +62,7 @@ def load_model(
     *,
     dtype: str = "auto",
     runner: str = "auto",
+    weights: str = "dense",
     revision: str | None = None,
     offline: bool | None = None,
 ) -> LoadedModel:
@@ -61,21 +70,41 @@ def load_model(
 
     `dtype`: auto (bfloat16 where the CPU computes in it, else float32), bfloat16 or float32.
     `runner`: whose forward pass a step is, see `take_in`.
+    `weights`: dense, auto, bf16, int8 or int4, see `weight_choice`.
     Side effects: downloads into the hub's cache; a GGUF file is converted once into the user's cache directory.
     Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, ModelError, ConfigError.
     """
-    wanted = chosen_dtype(dtype)
-    _check_runner(runner)
+    wanted, choice = chosen_dtype(dtype), WeightChoice(weights, runner)
     try:
         place = locate(str(name_or_path), revision, offline)
         folder = place if place.is_dir() else converted(place, wanted)
-        weights = checked_weights(folder)
+        model = _packed(place, folder, choice, wanted) or _dense(folder, wanted, runner)
         with quiet_transformers():
-            model = read_weights(folder, wanted, config=read_config(folder))
             tokenizer = _read_tokenizer(folder)
-        return LoadedModel(take_in(model, runner, hash_files(weights, hash_memory())), tokenizer, str(name_or_path))
+        return LoadedModel(model, tokenizer, str(name_or_path))
     except OSError as error:  # a file that may not be read, a name that is too long, a disk that fails
         raise ModelFileError(f"{str(name_or_path)[:200]}: cannot be read ({str(error)[:300]})") from error
+
+
+def _packed(place: Path, folder: Path, choice: WeightChoice, dtype: torch.dtype) -> PackedLlama | None:
+    """The model with packed weights; None: it is to be dense. `folder` has its config, `place` its weights."""
+    if choice.weights == "dense":
+        return None
+    hollow = choice.hollow(read_config(folder), dtype, place)
+    tensors = None if hollow is None else choice.tensors(place)
+    if hollow is None or tensors is None:
+        return None
+    if (folder / "generation_config.json").is_file():  # which tokens end an answer
+        hollow.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    memory = hash_memory()
+    content = hash_files(checked_weights(place), memory) if place.is_dir() else hash_file(place, memory)
+    return PackedLlama(hollow, tensors, content)
+
+
+def _dense(folder: Path, dtype: torch.dtype, runner: str) -> HFModel:
+    files = checked_weights(folder)
+    model = read_weights(folder, dtype, config=read_config(folder))
+    return take_in(model, runner, hash_files(files, hash_memory()))
 
 
 def take_in(model: PreTrainedModel, runner: str = "auto", weights_hash: bytes | None = None) -> HFModel:
@@ -84,15 +113,10 @@ def take_in(model: PreTrainedModel, runner: str = "auto", weights_hash: bytes | 
     `auto`: lean where the model fits exactly. Side effects: as `HFModel` and `LlamaModel`.
     Raises: UnsupportedModelError, also where `lean` is asked for and does not fit; ConfigError for another runner.
     """
-    _check_runner(runner)
+    WeightChoice(runner=runner)
     if runner == "transformers" or (runner == "auto" and unfit(model)):
         return HFModel(model, weights_hash)
     return LlamaModel(model, weights_hash)
-
-
-def _check_runner(runner: str) -> None:
-    if runner not in RUNNERS:
-        raise ConfigError(f"runner={runner!r} is not allowed; allowed: {', '.join(RUNNERS)}")
 
 
 def load_tokenizer(

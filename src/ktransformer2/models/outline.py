@@ -7,8 +7,10 @@ a hollow model of the same config, and refuses what loading would refuse, in the
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,18 +22,25 @@ from ktransformer2.models import hub
 from ktransformer2.models.footprint import ModelFootprint
 from ktransformer2.models.hf import HFModel
 from ktransformer2.models.hollow import HollowArithmetic, hollow_model
+from ktransformer2.models.llama import products_of
 from ktransformer2.models.loading import chosen_dtype, hub_place, local_place, read_config
+from ktransformer2.models.packed_llama import FormOf, packed_bytes
+from ktransformer2.models.packing import form_among
+from ktransformer2.models.weight_choice import WeightChoice
 from ktransformer2.models.weight_files import StoredTensor, check_gguf, checked_weights, stored_tensors, weight_paths
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 # Unpacking a GGUF file: a tensor is unpacked in fp32 and copied once.
 _UNPACKED_COPIES, _UNPACKED_ELEMENT_BYTES = 2, 4
+# Packing: the largest matrix in fp32, and its codes beside their tiles.
+_PACKING_COPIES = 2
 
 
 @dataclass(frozen=True)
 class ModelOutline:
     """`copied_bytes`: what loading reads and converts, mapped beside the weights until it is done. `unpacking_bytes`:
     what the first load of a GGUF file takes at once to unpack it, weights included; 0: there is nothing to unpack.
+    `weights`: the form of the layers.
     """
 
     source: str
@@ -41,6 +50,7 @@ class ModelOutline:
     footprint: ModelFootprint
     copied_bytes: int = 0
     unpacking_bytes: int = 0
+    weights: str = "dense"
 
     @property
     def loading_bytes(self) -> int:
@@ -49,21 +59,52 @@ class ModelOutline:
 
 
 def outline_of(
-    name_or_path: str | Path, *, dtype: str = "auto", revision: str | None = None, offline: bool | None = None
+    name_or_path: str | Path,
+    *,
+    dtype: str = "auto",
+    weights: str = "dense",
+    runner: str = "auto",
+    revision: str | None = None,
+    offline: bool | None = None,
 ) -> ModelOutline:
     """Side effect for a hub name: fetches its config. Raises what `load_model` raises for config and headers."""
-    wanted, name = chosen_dtype(dtype), str(name_or_path)
+    wanted, name, choice = chosen_dtype(dtype), str(name_or_path), WeightChoice(weights, runner)
     try:
         place = local_place(name) or _downloaded(name, revision)
         if place is None:
-            return _on_the_hub(name, wanted, revision, offline)
-        if place.is_dir():
+            dense, config = _on_the_hub(name, wanted, revision, offline)
+        elif place.is_dir():
             config = read_config(place)
-            return _outline(name, config, wanted, [t for path in checked_weights(place) for t in stored_tensors(path)])
-        check_gguf(place)
-        return _outline(name, read_config(place.parent, gguf_file=place.name), wanted, gguf_bytes=place.stat().st_size)
+            dense = _outline(name, config, wanted, [t for path in checked_weights(place) for t in stored_tensors(path)])
+        else:
+            check_gguf(place)
+            config = read_config(place.parent, gguf_file=place.name)
+            dense = _outline(name, config, wanted, gguf_bytes=place.stat().st_size)
+        return _packed(dense, choice, config, place)
     except OSError as error:
         raise ModelFileError(f"{name[:200]}: cannot be read ({str(error)[:300]})") from error
+
+
+def _packed(dense: ModelOutline, choice: WeightChoice, config: PreTrainedConfig, place: Path | None) -> ModelOutline:
+    """The outline with packed weights, where they are to be packed."""
+    hollow = choice.hollow(config, getattr(torch, dense.dtype), place)
+    if hollow is None:
+        return dense
+    form_of: FormOf
+    if place is None:  # files of the hub hold no codes
+        form_of = partial(form_among, choice.weights, lambda _: "bf16")
+    elif (tensors := choice.tensors(place)) is None:
+        return dense
+    else:
+        form_of = tensors.form_of
+    footprint = dataclasses.replace(dense.footprint, weight_bytes=packed_bytes(hollow, form_of))
+    largest = max(parameter.numel() for parameter in hollow.parameters())
+    return dataclasses.replace(
+        dense,
+        footprint=footprint,
+        copied_bytes=_PACKING_COPIES * _UNPACKED_ELEMENT_BYTES * largest,
+        weights=form_of(*products_of(0)[0]),
+    )
 
 
 def _downloaded(name: str, revision: str | None) -> Path | None:
@@ -77,12 +118,15 @@ def _downloaded(name: str, revision: str | None) -> Path | None:
     return place if whole else None
 
 
-def _on_the_hub(name: str, dtype: torch.dtype, revision: str | None, offline: bool | None) -> ModelOutline:
+def _on_the_hub(
+    name: str, dtype: torch.dtype, revision: str | None, offline: bool | None
+) -> tuple[ModelOutline, PreTrainedConfig]:
     repo_id, file = hub_place(name)
     if file is not None:
         raise ModelError(f"{name} is not on this machine, and of a GGUF file no part is fetched; download it first")
     folder = hub.fetch(repo_id, revision, offline, file="config.json").parent
-    return _outline(name, read_config(folder), dtype, hub.stored_tensors(repo_id, revision))
+    config = read_config(folder)
+    return _outline(name, config, dtype, hub.stored_tensors(repo_id, revision)), config
 
 
 def _outline(

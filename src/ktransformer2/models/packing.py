@@ -10,7 +10,7 @@ Knows no architecture: `PackedTensors` stacks rows of tensors by name, what they
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,13 +21,16 @@ from safetensors import SafetensorError, safe_open
 from ktransformer2.errors import ConfigError, ModelFileError
 from ktransformer2.kernels.linear import CodedWeights, PackedMatrix, multiply, multiply_dense, pack, tiles_shape
 from ktransformer2.layout import round_up
-from ktransformer2.memory.mapping import huge_page_bytes
+from ktransformer2.memory.mapping import MappedFiles, huge_page_bytes
 from ktransformer2.models.gguf_weights import GgufWeights, Weight, quantized
 from ktransformer2.models.weight_files import checked_weights, stored_tensors
 
 WEIGHT_FORMS = ("auto", "bf16", "int8", "int4")
+_DTYPE_OF = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_FORM_OF = {dtype: name for name, dtype in _DTYPE_OF.items()}
 # Rows of the output layer weigh most in what is predicted: int4 leaves them at int8 unless the file has them in 4 bits.
 _OUTPUT_LAYERS = ("lm_head", "model.embed_tokens")
+_FORM_IN_FILES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 _CHUNK_BYTES = 64 * 2**20
 _ALIGNMENT = 64
 
@@ -40,6 +43,14 @@ class PackedLinear:
         self.in_features, self.out_features = matrix.num_inputs, matrix.num_outputs
         self.weight_bytes = matrix.tiles.nbytes + (0 if matrix.bias is None else matrix.bias.nbytes)
 
+    @property
+    def form(self) -> str:
+        return self.matrix.form
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        """The weights of the outputs `index` [n], fp32 [n, in_features]."""
+        return self.matrix.coded_rows(index).values()
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return multiply(x, self.matrix)
 
@@ -51,6 +62,14 @@ class DenseLinear:
         self.weight, self.bias = weight, bias
         self.out_features, self.in_features = weight.shape
         self.weight_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+
+    @property
+    def form(self) -> str:
+        return _FORM_OF[self.weight.dtype]
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        """The weights of the outputs `index` [n], fp32 [n, in_features]."""
+        return self.weight[index].float()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return multiply_dense(x, self.weight, self.bias)
@@ -109,13 +128,40 @@ def as_form(weight: Weight, form: str) -> Weight:
     if form in ("auto", _own_form(weight)):
         return weight
     dense = weight.values() if isinstance(weight, CodedWeights) else weight
-    if form == "bf16":
-        return dense.to(torch.bfloat16)
+    if form in _DTYPE_OF:
+        return dense.to(_DTYPE_OF[form])
     return quantized(dense, "int8" if form == "int8" else "int4")
 
 
 def _own_form(weight: Weight) -> str:
-    return weight.form if isinstance(weight, CodedWeights) else "dense"
+    return weight.form if isinstance(weight, CodedWeights) else _FORM_OF[weight.dtype]
+
+
+def _form_of(asked: str, own: str, name: str) -> str:
+    """What a weight of this name becomes, that is held as `own`: asked for are auto, bf16, int8 or int4."""
+    if asked == "auto":
+        return own
+    return "int8" if asked == "int4" and name in _OUTPUT_LAYERS and own != "int4" else asked
+
+
+def _stacked_form(forms: Collection[str]) -> str:
+    """The form of rows that come in these ones."""
+    if not {"int8", "int4"}.issuperset(forms):
+        return next(iter(forms)) if len(set(forms)) == 1 else "fp32"
+    return "int8" if "int8" in forms else "int4"
+
+
+def form_among(asked: str, own: Callable[[str], str], *names: str) -> str:
+    """The form of a layer of all of `names`, which are held as `own` says."""
+    return _stacked_form({_form_of(asked, own(name), name) for name in names})
+
+
+def matrix_bytes(form: str, num_outputs: int, num_inputs: int) -> int:
+    """Bytes of a layer's weights in int8, int4, fp32, bf16 or fp16."""
+    if form == "int8" or form == "int4":
+        tiles, tile_bytes = tiles_shape("int8" if form == "int8" else "int4", num_outputs, num_inputs)
+        return tiles * tile_bytes
+    return num_outputs * num_inputs * _DTYPE_OF[form].itemsize
 
 
 def stacked(weights: Sequence[Weight]) -> Weight:
@@ -138,6 +184,12 @@ class Stored(Protocol):
     def weight(self, name: str) -> Weight:
         """Raises ModelFileError where it is missing."""
 
+    def form(self, name: str) -> str:
+        """What `weight` would come in, told without reading it: int8, int4, fp32, bf16 or fp16. Raises as `weight`."""
+
+    def let_go(self, name: str) -> None:
+        """The pages of the file that hold it are read; what is still used of them is read again."""
+
 
 class FolderWeights:
     """The tensors of a model folder: of its safetensors files, each mapped."""
@@ -146,13 +198,16 @@ class FolderWeights:
         """Raises ModelFileError for a folder whose weights are broken or missing."""
         self._folder = folder
         self._open: dict[str, Any] = {}  # name -> a call that reads it
+        self._forms: dict[str, str] = {}
         for path in checked_weights(folder):
             try:
                 file = safe_open(path, "pt")
             except SafetensorError as error:
                 raise ModelFileError(f"{path}: cannot be read ({error}); download it again") from error
-            names = [tensor.name for tensor in stored_tensors(path)]
-            self._open |= {name: partial(file.get_tensor, name) for name in names}
+            held = stored_tensors(path)
+            self._open |= {tensor.name: partial(file.get_tensor, tensor.name) for tensor in held}
+            self._forms |= {tensor.name: _FORM_IN_FILES.get(tensor.dtype, tensor.dtype) for tensor in held}
+        self._files = MappedFiles()
 
     def __contains__(self, name: str) -> bool:
         return name in self._open
@@ -163,12 +218,26 @@ class FolderWeights:
         found: torch.Tensor = self._open[name]()
         return found
 
+    def form(self, name: str) -> str:
+        form = self._forms.get(name)
+        if form not in _DTYPE_OF:
+            raise ModelFileError(f"{self._folder}: {name} is {form or 'missing'}; fp32, bf16 and fp16 are packed")
+        return form
+
+    def let_go(self, name: str) -> None:
+        tensor = self.weight(name)
+        self._files.forget(tensor.data_ptr(), tensor.nbytes)
+
 
 class PackedTensors:
     """A model's weights as layers in one form, made when they are asked for, and its other tensors."""
 
     def __init__(self, stored: Stored, form: str) -> None:
-        self._stored, self._packer = stored, Packer(form)
+        self._stored, self._packer, self.form = stored, Packer(form), form
+
+    def form_of(self, *names: str) -> str:
+        """The form in which `layer` would make these. Raises ModelFileError where one is missing."""
+        return form_among(self.form, lambda name: self._stored.form(f"{name}.weight"), *names)
 
     def layer(self, *names: str) -> PackedLinear | DenseLinear:
         """One layer of the rows of `NAME.weight` of all names, one under the other, with `NAME.bias` if they have it.
@@ -184,7 +253,10 @@ class PackedTensors:
         outputs = rows.num_outputs if isinstance(rows, CodedWeights) else rows.shape[0]
         if bias is not None and bias.shape != (outputs,):
             raise ModelFileError(f"the bias of {', '.join(names)} has shape {tuple(bias.shape)}, not ({outputs},)")
-        return self._packer.layer(rows, bias)
+        made = self._packer.layer(rows, bias)
+        for name in names:
+            self._stored.let_go(f"{name}.weight")
+        return made
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor as numbers: norms, biases, embeddings. Raises ModelFileError where it is missing."""
@@ -195,10 +267,8 @@ class PackedTensors:
         return name in self._stored
 
     def _in_form(self, name: str) -> Weight:
-        found, form = self._stored.weight(f"{name}.weight"), self._packer.form
-        if form == "int4" and name in _OUTPUT_LAYERS and _own_form(found) != "int4":
-            form = "int8"
-        return as_form(found, form)
+        found = self._stored.weight(f"{name}.weight")
+        return as_form(found, _form_of(self.form, _own_form(found), name))
 
 
 def packed_tensors(place: Path, form: str) -> PackedTensors:
