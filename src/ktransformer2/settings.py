@@ -49,7 +49,7 @@ class StartConfig:
     dtype: str = knob(
         "auto",
         "what the model computes in: auto (bfloat16 where the processor has it, else float32), bfloat16 or float32",
-        chosen_by="convention",
+        chosen_by="the processor",
     )
     runner: str = knob(
         "auto",
@@ -63,7 +63,7 @@ class StartConfig:
         "hard limit of the cache over K, V, scales, tables and copies; auto: 0.8 x what weights and workspace leave",
         unit="bytes",
         cost="less memory: fewer cached prefixes, more waiting",
-        chosen_by="convention",
+        chosen_by="a limit, for safety",
     )
 
 
