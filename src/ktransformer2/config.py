@@ -1,9 +1,12 @@
 """Every knob, with its effect, unit, default and cost. Frozen and checked at load. Knows no other room.
 
 A knob that has another name in the design it came from keeps that name in its metadata (`seed`). `chosen_by` says what
-chose the default: a row of a bench that compares it with other values (`bench memory --part knobs`, whose last run is
-benchmarks/results/knobs.json), or why there is none. "alike": the row does not tell the values apart. "held by" names
-the key of a bench that would show the default broken, which is less than having chosen it.
+chose the default: a row of a bench that compares it with other values (`bench memory --part knobs` and `--part limits`,
+whose last runs are benchmarks/results/knobs.json and limits.json), a bench's key, or why there is none: nothing is
+done that nobody asked for, there is nothing to default to, the processor decides, the value is a limit for safety, or
+it is a wish of the user that no run can know. "alike": the row does not tell the values apart; "beaten by": it says
+that another is better. "held by" names the key of a bench that would show the default broken, which is less than
+having chosen it.
 """
 
 from __future__ import annotations
@@ -28,9 +31,10 @@ _MAX_RATIO = 1000.0
 WRITE_POLICIES = ("write_through_selective", "write_through", "write_back")
 REPLACEMENTS = ("lru", "lfu", "s3fifo", "arc", "hazard", "adaptive")
 # What chose a default, where no measurement did.
-_CONVENTION, _OFF, _LIMIT = "convention", "off unless asked for", "a limit, for safety"
+_OFF, _LIMIT, _WISH = "off unless asked for", "a limit, for safety", "the user's wish"
 _FIRST_DESIGN = "the design this project began with"
-_ROW = "bench memory --part knobs: "
+_ROW, _LIMITS_ROW = "bench memory --part knobs: ", "bench memory --part limits: "
+_NO_LONGER_TRACE = "no trace lasts longer than two days"
 
 
 def parse_bytes(size: str | int) -> int:
@@ -144,13 +148,13 @@ class CacheConfig(_Checked):
         "hard limit over K, V, scales, tables and copies in flight",
         unit="bytes",
         cost="less memory: fewer cached prefixes, more waiting",
-        chosen_by=_CONVENTION,
+        chosen_by=_LIMIT,
     )
     kv: str = knob(
         "auto",
         "form of full blocks: auto (int8 in every layer), full (the model's precision) or int8",
         cost="int8: answers near those of full precision, not the same",
-        chosen_by="half the bytes; held by bench fidelity: kl_int8, top1_int8",
+        chosen_by="bench decode: kv_bytes_vs_fp16; held by bench fidelity: kl_int8, top1_int8",
     )
     block_tokens: int = knob(
         64,
@@ -178,7 +182,7 @@ class CacheConfig(_Checked):
         "each growth in a row is larger by this factor, within its bound",
         unit="ratio",
         seed="GROWTH_FACTOR",
-        chosen_by=f"{_CONVENTION}; alike in {_ROW}growth_factor",
+        chosen_by=f"{_LIMITS_ROW}growth_factor",
     )
     shrink_threshold_ratio: float = knob(
         0.5,
@@ -221,7 +225,7 @@ class CacheConfig(_Checked):
         "bytes that maintain() may copy between two steps",
         unit="bytes",
         cost="larger: longer pauses",
-        chosen_by=f"{_CONVENTION}; held by bench memory: step_p99_over_p50_vs_control",
+        chosen_by=f"{_LIMITS_ROW}maintain_bytes; held by bench memory: step_p99_over_p50_vs_control",
     )
     cached_share_ratio: float = knob(
         0.5,
@@ -235,7 +239,7 @@ class CacheConfig(_Checked):
         "share of the limit that pinned blocks may hold",
         unit="ratio",
         cost="larger: more stays whatever comes; what is pinned is no room for anything else",
-        chosen_by=_CONVENTION,
+        chosen_by=_LIMIT,
     )
     replacement: str = knob(
         "adaptive",
@@ -248,7 +252,7 @@ class CacheConfig(_Checked):
         "blocks without a user are freed after this long",
         unit="seconds",
         cost="longer: more reuse after a pause, memory held meanwhile",
-        chosen_by=_CONVENTION,
+        chosen_by=f"{_LIMITS_ROW}cached_idle_s",
     )
     max_rollback_tokens: int = knob(
         0,
@@ -284,19 +288,19 @@ class EngineConfig(_Checked):
         "sequences that run at once",
         unit="sequences",
         cost="more: each is slower, and memory is shared by more",
-        chosen_by=_CONVENTION,
+        chosen_by=f"{_LIMITS_ROW}max_num_sequences",
     )
     max_step_tokens: int = knob(
         512,
         "tokens of one step: decodes first, then prefill chunks",
         unit="tokens",
         cost="larger: slower decodes",
-        chosen_by=_CONVENTION,
+        chosen_by=f"{_LIMIT}: how long a step may keep a running answer waiting",
     )
     max_queued_requests: int = knob(
         1024, "requests that may wait; one more is refused", unit="requests", chosen_by=_LIMIT
     )
-    max_new_tokens: int = knob(256, "answer length when a request names none", unit="tokens", chosen_by=_CONVENTION)
+    max_new_tokens: int = knob(256, "answer length when a request names none", unit="tokens", chosen_by=_LIMIT)
 
     def _check_ranges(self) -> None:
         self._require_at_least(1, "max_num_sequences", "max_step_tokens", "max_queued_requests", "max_new_tokens")
@@ -313,21 +317,21 @@ class TierConfig(_Checked):
         chosen_by=f"{_OFF}: a library writes nothing that it was not told to",
     )
     disk_directory: str = knob(
-        "", "where blocks lie on disk; empty: a folder of the user's cache directory", chosen_by=_CONVENTION
+        "", "where blocks lie on disk; empty: a folder of the user's cache directory", chosen_by=_WISH
     )
     disk_bytes: int = knob(
         8 * 10**9,
         "hard limit of that directory, over all models and processes",
         unit="bytes",
         cost="larger: more reuse, more disk",
-        chosen_by=_CONVENTION,
+        chosen_by=_LIMIT,
     )
     disk_ttl_s: float = knob(
         7 * 86_400.0,
         "blocks on disk are forgotten this long after their last use; 0: never",
         unit="seconds",
         cost="longer: more reuse after a pause, prompts lie there meanwhile",
-        chosen_by=_CONVENTION,
+        chosen_by=f"{_WISH}: {_NO_LONGER_TRACE}; beaten by 86400 in {_LIMITS_ROW}disk_ttl_s",
     )
     host_bytes: int = knob(
         0,
@@ -348,35 +352,38 @@ class TierConfig(_Checked):
         chosen_by="no default",
     )
     valkey_ttl_s: float = knob(
-        7 * 86_400.0, "the server forgets a block this long after its last use", unit="seconds", chosen_by=_CONVENTION
+        7 * 86_400.0,
+        "the server forgets a block this long after its last use",
+        unit="seconds",
+        chosen_by=f"{_WISH}: {_NO_LONGER_TRACE}; beaten by 86400 in {_LIMITS_ROW}valkey_ttl_s",
     )
     bloom_refresh_s: float = knob(
         30.0,
         "how often it is looked what others have written to a shared tier",
         unit="seconds",
         cost="shorter: fewer of their blocks are missed, more traffic",
-        chosen_by=_CONVENTION,
+        chosen_by=f"{_WISH}: how fresh, for how much traffic",
     )
     write_policy: str = knob(
         "write_through_selective",
         "when a block is written: once a prompt found it (write_through_selective), once it is full (write_through), "
         "or when it leaves the device (write_back); at an orderly end all are",
         cost="write_through: more is written than is read again",
-        chosen_by=_CONVENTION,
+        chosen_by=f"{_WISH}: how much a crash may lose; held by bench tiers: writer_cpu_share",
     )
     staging_bytes: int = knob(
         64 * 2**20,
         "copies in flight, down and up each, at most an eighth of memory_bytes; they count against it",
         unit="bytes",
         cost="smaller: less is written at once, blocks come up in smaller pieces",
-        chosen_by=_CONVENTION,
+        chosen_by=f"{_LIMIT}; held by bench tiers: median_transfer_bytes",
     )
     flush_s: float = knob(
         10.0,
         "how long closing may take to write what is left",
         unit="seconds",
         cost="shorter: less is there after a restart",
-        chosen_by=_CONVENTION,
+        chosen_by=_LIMIT,
     )
 
     def _check_ranges(self) -> None:

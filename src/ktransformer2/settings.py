@@ -49,7 +49,7 @@ class StartConfig:
     dtype: str = knob(
         "auto",
         "what the model computes in: auto (bfloat16 where the processor has it, else float32), bfloat16 or float32",
-        chosen_by="convention",
+        chosen_by="the processor",
     )
     runner: str = knob(
         "auto",
@@ -64,14 +64,14 @@ class StartConfig:
         "as they are, else dense), or packed as bf16, int8 or int4 for the lean runner",
         cost="dense: more memory, and more to read for every token; int4: answers differ a little; packing takes a "
         "while at the start",
-        chosen_by="convention",
+        chosen_by="off unless asked for: packed weights answer a little otherwise; bench linear: ppl_ratio_int4",
     )
     memory: str = knob(
         "auto",
         "hard limit of the cache over K, V, scales, tables and copies; auto: 0.8 x what weights and workspace leave",
         unit="bytes",
         cost="less memory: fewer cached prefixes, more waiting",
-        chosen_by="convention",
+        chosen_by="a limit, for safety",
     )
 
 

@@ -55,7 +55,7 @@ def test_json_has_every_knob_with_the_fields_of_the_table(monkeypatch: pytest.Mo
         "unit": "bytes",
         "default": "auto",
         "also_known_as": "",
-        "chosen_by": "convention",
+        "chosen_by": "a limit, for safety",
         "effect": found["memory"]["effect"],
         "cost": "less memory: fewer cached prefixes, more waiting",
     }

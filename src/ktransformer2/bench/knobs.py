@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ktransformer2 import settings
 from ktransformer2.bench import policy_sim
 from ktransformer2.bench.corpus import block_trace_path, trace_path
 from ktransformer2.bench.outcome import say
@@ -34,7 +35,6 @@ GRID: Mapping[str, tuple[float, ...]] = {
     "block_tokens": (16, 32, 64, 128, 256),
     "initial_headroom_ratio": (1.0, 1.2, 1.5),
     "low_free_ratio": (0.0, 0.2, 0.5),
-    "growth_factor": (1.0, 1.5, 2.0),
     "shrink_threshold_ratio": (0.25, 0.5, 0.75),
     "shrink_check_tokens": (10, 100, 1000),
     "min_chunk_tokens": (128, 256, 512),
@@ -55,12 +55,12 @@ class Trial:
     """A knob at a value, and what came of it: figures of which less is better."""
 
     knob: str
-    value: float
+    value: float | str
     figures: Mapping[str, float]
 
     @property
     def is_default(self) -> bool:
-        return bool(self.value == getattr(CacheConfig(), self.knob))
+        return bool(self.value == settings.knobs()[self.knob].default)
 
     def changes(self, default: Trial) -> dict[str, float]:
         """Relative change of every figure; 0.1: a tenth more."""
@@ -90,8 +90,13 @@ def judged(part: str, trials: Sequence[Trial]) -> list[Row]:
     """The rows of one knob, its default among the trials."""
     (default,) = (trial for trial in trials if trial.is_default)
     return [
-        {"part": part, "knob": trial.knob, "value": trial.value, **trial.figures}
-        | {"against_default": _verdict(trials, default) if trial is default else _said(trial.changes(default))}
+        {
+            "part": part,
+            "knob": trial.knob,
+            "value": trial.value,
+            **trial.figures,
+            "against_default": _verdict(trials, default) if trial is default else _said(trial.changes(default)),
+        }
         for trial in trials
     ]
 
@@ -100,8 +105,12 @@ def _verdict(trials: Sequence[Trial], default: Trial) -> str:
     others = [trial for trial in trials if trial is not default]
     if not any(_differs(trial.changes(default)) for trial in others):
         return "DEFAULT: this does not tell the values apart"
-    better = [f"{trial.value:g}" for trial in others if trial.beats(default)]
+    better = [_named(trial.value) for trial in others if trial.beats(default)]
     return f"DEFAULT: beaten by {', '.join(better)}" if better else "DEFAULT: none beats it"
+
+
+def _named(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def _differs(changes: Mapping[str, float]) -> bool:

@@ -2,7 +2,7 @@
 
 Parts: length traces replayed through the cache (`replay`), one sequence of a million tokens, the process after a
 peak (`footprint`), decode steps while memory grows (`step_times`), requests a minute under one budget (`throughput`),
-and what chose the defaults (`knobs`).
+and what chose the defaults (`knobs`, `limits`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from ktransformer2.bench import footprint, knobs, step_times, throughput
+from ktransformer2.bench import footprint, knobs, limits, step_times, throughput
 from ktransformer2.bench.corpus import trace_path
 from ktransformer2.bench.footprint import Footprint
 from ktransformer2.bench.outcome import BenchOptions, Outcome, say
@@ -36,7 +36,7 @@ _LONG_STATIC_TOKENS = 131_072
 _MILLION = 2**20
 _PEAK_BYTES, _QUICK_PEAK_BYTES = 10**9, 10**8
 _MODEL_PEAK_TOKENS = 4096
-PARTS = ("traces", "million", "footprint", "steps", "throughput", "knobs")
+PARTS = ("traces", "million", "footprint", "steps", "throughput", "knobs", "limits")
 Row = dict[str, object]
 
 
@@ -50,6 +50,7 @@ def run(options: BenchOptions) -> Outcome:
         ("million", lambda: _million(_MILLION // 16 if options.quick else _MILLION)),
         ("footprint", lambda: _footprint(options, dtype)),
         ("knobs", lambda: (knobs.rows(options.quick), {})),
+        ("limits", lambda: (limits.rows(options.quick), {})),
     ]
     if not options.quick and (options.wants("steps") or options.wants("throughput")):
         from ktransformer2.bench.subject import load_subject  # transformers: seconds that other parts save

@@ -44,7 +44,10 @@ class HeldOverTime:
 
 @dataclass
 class ReplayFigures:
-    """What a replay showed. `tokens_copied_by_growth` is counted from page addresses, not told by the cache."""
+    """What a replay showed. `tokens_copied_by_growth` is counted from page addresses, not told by the cache.
+
+    `longest_copy_bytes`: the most that the defragmenter copied between two looks.
+    """
 
     num_requests: int
     static_tokens: int
@@ -56,6 +59,7 @@ class ReplayFigures:
     growth_events: int = 0
     system_calls: int = 0
     moved_bytes: int = 0
+    longest_copy_bytes: int = 0
     peak_bytes: int = 0
     peak_static_bytes: int = 0
 
@@ -135,14 +139,21 @@ class _Running:
 class TraceReplay:
     """One cache, one trace. `run` once."""
 
-    def __init__(self, requests: Sequence[TraceRequest], static_tokens: int, config: CacheConfig) -> None:
+    def __init__(
+        self,
+        requests: Sequence[TraceRequest],
+        static_tokens: int,
+        config: CacheConfig,
+        engine: EngineConfig | None = None,
+    ) -> None:
         self.now = 0.0
         self.cache = KVCache(smollm2(static_tokens), config, clock=lambda: self.now)
         self.figures = ReplayFigures(len(requests), static_tokens)
-        self._engine = EngineConfig()
+        self._engine = engine or EngineConfig()
         self._waiting = deque(enumerate(requests))
         self._running: list[_Running] = []
         self._budget = 0
+        self._moved_bytes = 0  # at the last look
         self._last: tuple[list[int], KVBatch] | None = None  # names of the last step's sequences, and its tables
         self._group = self.cache.geometry.groups[0]
         self._block_tokens = config.block_tokens
@@ -245,6 +256,8 @@ class TraceReplay:
         sealed = sum(lengths) - filling + stats.num_cached_blocks * size
         filled = sealed * token_bytes(self._group, Form.INT8) + filling * token_bytes(self._group, Form.BF16)
         static = len(lengths) * self._static_bytes
+        self.figures.longest_copy_bytes = max(self.figures.longest_copy_bytes, stats.moved_bytes - self._moved_bytes)
+        self._moved_bytes = stats.moved_bytes
         held.committed += stats.held_bytes * seconds
         held.cached += stats.cached_bytes * seconds
         held.filled += filled * seconds
