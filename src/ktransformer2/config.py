@@ -34,7 +34,7 @@ REPLACEMENTS = ("lru", "lfu", "s3fifo", "arc", "hazard", "adaptive")
 _OFF, _LIMIT, _WISH = "off unless asked for", "a limit, for safety", "the user's wish"
 _FIRST_DESIGN = "the design this project began with"
 _ROW, _LIMITS_ROW = "bench memory --part knobs: ", "bench memory --part limits: "
-_NO_LONGER_TRACE = "no trace lasts longer than two days"
+_NO_LONGER_TRACE = "the traces hold no pause longer than a day"
 
 
 def parse_bytes(size: str | int) -> int:

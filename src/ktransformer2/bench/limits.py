@@ -2,8 +2,8 @@
 
     times        the gaps between two uses of a block in traces with a clock. A block that waits longer than the value
                  is gone; one that waits holds its room all the while, after its last use for the whole value. Room is
-                 not scarce here: what leaves for want of it is another question (`knobs`). No trace lasts two days:
-                 of longer pauses it says nothing.
+                 not scarce here: what leaves for want of it is another question (`knobs`). The traces hold no
+                 pause longer than a day: of longer ones it says nothing.
     sequences    chat lengths that all wait from the start, under the memory of two static sequences
     copies       the length traces of `knobs`, with the most that was copied between two looks
     growth       one text that grows to 128k tokens: only there do growths follow each other
