@@ -50,7 +50,8 @@ class LastQuestion:
         from ktransformer2.models.demo import demo_model
 
         wheel = None if self.wheel is None else Path(self.wheel)
-        loaded = demo_model(self.dtype, self.sources, wheel, self.options["runner"], self.options["weights"])
+        how = {name: self.options[name] for name in ("runner", "weights") if name in self.options}
+        loaded = demo_model(self.dtype, self.sources, wheel, **how)
         with LLM(loaded, **self.options) as llm:
             chunks = llm.stream(self.prompt_ids, SamplingParams(max_new_tokens=self.max_new_tokens))
             output = follow(chunks, lambda _: None, stderr_console())
