@@ -55,14 +55,19 @@ def test_help_imports_nothing_heavy(command: str) -> None:
 
 
 def test_help_costs_less_than_300_ms() -> None:
-    def cpu_seconds() -> float:
+    def cpu_seconds(command: list[str]) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([*CLI, "--help"], stdout=subprocess.DEVNULL, check=True)
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    # The processor's time, and the best of five: what else the machine does is not what is tested.
-    assert min(cpu_seconds() for _ in range(5)) < 0.3
+    # The processor's time, and the best of five: what else the machine does is not what is tested. Where it runs at half
+    # its pace for a while, so does the import of typer beside it: 80 ms at its own pace, and help is twice that.
+    help_s, typer_s = (
+        min(cpu_seconds(command) for _ in range(5))
+        for command in ([*CLI, "--help"], [sys.executable, "-c", "import typer.main"])
+    )
+    assert help_s < max(0.3, 3 * typer_s), f"{help_s:.3f} s, and {typer_s:.3f} s for typer alone"
 
 
 def test_an_unknown_command_is_a_usage_error() -> None:
