@@ -61,8 +61,8 @@ def test_help_costs_less_than_300_ms() -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    # The processor's time, and the best of five: what else the machine does is not what is tested. Where it runs at half
-    # its pace for a while, so does the import of typer beside it: 80 ms at its own pace, and help is twice that.
+    # The processor's time, and the best of five: what else the machine does is not what is tested. Where it runs at
+    # half its pace for a while, so does the import of typer beside it: 80 ms at its own pace, and help is twice that.
     help_s, typer_s = (
         min(cpu_seconds(command) for _ in range(5))
         for command in ([*CLI, "--help"], [sys.executable, "-c", "import typer.main"])
