@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -55,19 +56,20 @@ def test_help_imports_nothing_heavy(command: str) -> None:
 
 
 def test_help_costs_less_than_300_ms() -> None:
-    def cpu_seconds(command: list[str]) -> float:
+    def cpu_seconds() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+        subprocess.run([*CLI, "--help"], stdout=subprocess.DEVNULL, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    # The processor's time, and the best of five: what else the machine does is not what is tested. Where it runs at
-    # half its pace for a while, so does the import of typer beside it: 80 ms at its own pace, and help is twice that.
-    help_s, typer_s = (
-        min(cpu_seconds(command) for _ in range(5))
-        for command in ([*CLI, "--help"], [sys.executable, "-c", "import typer.main"])
-    )
-    assert help_s < max(0.3, 3 * typer_s), f"{help_s:.3f} s, and {typer_s:.3f} s for typer alone"
+    # The processor's time, and the best of five: what else the machine does is not what is tested. A processor that is
+    # shared runs at half its pace at times, for some seconds: then it is looked at again.
+    for pause_s in (0, 10, 30):
+        time.sleep(pause_s)
+        best = min(cpu_seconds() for _ in range(5))
+        if best < 0.3:
+            break
+    assert best < 0.3
 
 
 def test_an_unknown_command_is_a_usage_error() -> None:

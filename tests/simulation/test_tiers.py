@@ -98,7 +98,7 @@ class Simulation:
             text, length = self.rng.choice(TEXTS), self.rng.randrange(1, 200)
             tokens = text[:length] + [self.rng.randrange(3) for _ in range(self.rng.randrange(20))]
             prompt = Prompt(tokens, self.rng.choice(SALTS), None)
-            prompt.fetch = self.cache.fetch(tokens, prompt.salt, prompt.chain)
+            prompt.fetch = self.cache.fetch(tokens, prompt.salt, prompt.chain, (self.rng.randrange(4),))
             self.waiting.append(prompt)
 
     def admit(self) -> None:

@@ -55,7 +55,7 @@ class Trial:
     """A knob at a value, and what came of it: figures of which less is better."""
 
     knob: str
-    value: float | str
+    value: float
     figures: Mapping[str, float]
 
     @property
@@ -105,12 +105,8 @@ def _verdict(trials: Sequence[Trial], default: Trial) -> str:
     others = [trial for trial in trials if trial is not default]
     if not any(_differs(trial.changes(default)) for trial in others):
         return "DEFAULT: this does not tell the values apart"
-    better = [_named(trial.value) for trial in others if trial.beats(default)]
+    better = [f"{trial.value:g}" for trial in others if trial.beats(default)]
     return f"DEFAULT: beaten by {', '.join(better)}" if better else "DEFAULT: none beats it"
-
-
-def _named(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:g}"
 
 
 def _differs(changes: Mapping[str, float]) -> bool:

@@ -125,7 +125,7 @@ def best_tokens(logits: torch.Tensor) -> list[int | None]:
     That is a row with NaN or +inf, or without a finite logit; -inf beside finite ones is a model's way to forbid a
     token.
     """
-    rows = logits.numpy()  # its argmax takes 0.2 ms for 32 rows of 49k, that of torch 3.7
+    rows = logits.numpy()  # whose argmax is many times as fast as torch's
     best = rows.argmax(axis=-1)
     # What it finds is NaN where one is, +inf where one is, and -inf only where all are: a single pass says both.
     finite = np.isfinite(rows[np.arange(len(rows)), best])

@@ -113,7 +113,7 @@ def take_in(model: PreTrainedModel, runner: str = "auto", weights_hash: bytes | 
     `auto`: lean where the model fits exactly. Side effects: as `HFModel` and `LlamaModel`.
     Raises: UnsupportedModelError, also where `lean` is asked for and does not fit; ConfigError for another runner.
     """
-    WeightChoice(runner=runner)
+    WeightChoice(runner=runner)  # refuses a word that is no runner
     if runner == "transformers" or (runner == "auto" and unfit(model)):
         return HFModel(model, weights_hash)
     return LlamaModel(model, weights_hash)

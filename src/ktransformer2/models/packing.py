@@ -166,12 +166,11 @@ def matrix_bytes(form: str, num_outputs: int, num_inputs: int) -> int:
 
 def stacked(weights: Sequence[Weight]) -> Weight:
     """The rows of several weights one under the other. Where their forms differ, in one that holds them all."""
-    coded = [weight for weight in weights if isinstance(weight, CodedWeights)]
-    if len(coded) < len(weights):
-        dense = [weight.values() if isinstance(weight, CodedWeights) else weight for weight in weights]
-        return torch.cat(dense if len({weight.dtype for weight in dense}) == 1 else [w.float() for w in dense])
-    form = "int8" if any(weight.form == "int8" for weight in coded) else "int4"
-    coded = [weight if weight.form == form else quantized(weight.values(), "int8") for weight in coded]
+    form = _stacked_form({_own_form(weight) for weight in weights})
+    alike = [as_form(weight, form) for weight in weights]
+    coded = [weight for weight in alike if isinstance(weight, CodedWeights)]
+    if not coded:
+        return torch.cat([weight for weight in alike if isinstance(weight, torch.Tensor)])
     codes, scales = torch.cat([weight.codes for weight in coded]), torch.cat([weight.scales for weight in coded])
     return CodedWeights(coded[0].form, coded[0].num_inputs, codes, scales)
 

@@ -37,8 +37,7 @@ def read(
 ) -> Iterator[list[tuple[Place, Record]]]:
     """The records at those places in the order in which they lie, those of one call together, as soon as they came.
 
-    What lies behind a file's end reads as zeros. Where a file cannot be read, what is left of it is left out, and
-    `failed` is told why.
+    What lies behind a file's end reads as zeros. Records of a call that fails are left out, and `failed` is told why.
     """
     try:
         left = memory.take(sum(place.num_bytes for place in places))
@@ -52,8 +51,8 @@ def read(
                 for piece in pieces:
                     first, end = piece[0].offset, piece[-1].end
                     here, left = left[: end - first], left[end - first :]
-                    _fill(descriptor, here, first)
-                    yield [(place, _record(here, place, first)) for place in piece]
+                    if _is_filled(descriptor, here, first, failed):
+                        yield [(place, _record(here, place, first)) for place in piece]
         except OSError as error:
             failed(error)
 
@@ -64,18 +63,23 @@ def _record(memory: memoryview, place: Place, first: int) -> Record:
     return Record(header, memory[start : start + place.payload_bytes])
 
 
-def _fill(descriptor: int, memory: memoryview, offset: int) -> None:
-    """Read until the memory is full or the file ends; zeros behind that."""
-    while memory.nbytes and (came := os.preadv(descriptor, [memory], offset)):
-        memory, offset = memory[came:], offset + came
+def _is_filled(descriptor: int, memory: memoryview, offset: int, failed: Callable[[OSError], None]) -> bool:
+    """Read until the memory is full or the file ends; zeros behind that. False: `failed` was told why not."""
+    try:
+        while memory.nbytes and (came := os.preadv(descriptor, [memory], offset)):
+            memory, offset = memory[came:], offset + came
+    except OSError as error:
+        failed(error)
+        return False
     memory[:] = bytes(memory.nbytes)
+    return True
 
 
 def _read_ahead(descriptor: int) -> None:
     """Have the system fetch what follows each read while that is looked at.
 
-    Its own way, not ranges named with POSIX_FADV_WILLNEED: those it fills page by page, at four times the processor
-    time of the large folios that it reads ahead in.
+    In its own way: to name ranges (POSIX_FADV_WILLNEED) took more of the processor's time than the reading, and saved
+    none.
     """
     if sys.platform == "linux":
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
