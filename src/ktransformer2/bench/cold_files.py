@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import sys
 import tempfile
@@ -71,7 +70,7 @@ def _is_resident(descriptor: int, offset: int) -> bool:
 
 def read_plainly(paths: Sequence[Path]) -> int:
     """Read files from beginning to end into one buffer; bytes read."""
-    buffer = mmap.mmap(-1, _PIECE_BYTES)
+    buffer = bytearray(_PIECE_BYTES)
     total = 0
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)

@@ -1,7 +1,7 @@
 """Memory that is read into, and used again by what is read meanwhile. Knows no file.
 
 The system fills fresh memory with zeros page by page, which costs more than to copy a page of a file into it. It copies
-up to twice as fast to where a page begins as to 16 bytes behind it, where `malloc` puts what is large (AMD Zen 3).
+faster to where a page begins than to 16 bytes behind it, where `malloc` puts what is large (seen on AMD Zen 3).
 
 Invariants: no part of an area is handed out while a view of it lives, whoever has it; areas are handed out or wait for
 their next use, together no more than were ever handed out at once; while nothing is handed out, nothing is held.
